@@ -24,20 +24,31 @@ def bitwise(op: str, x: Ints, y: Ints) -> tuple[Tensor, Tensor, Span]:
             hi = torch.where(each.lo >= 0, torch.minimum(hi, each.hi), hi)
     else:
         lo = torch.where((x.lo >= 0) & (y.lo >= 0), torch.maximum(lo, torch.maximum(x.lo, y.lo)), lo)
-    return lo, hi, _span(x.span, y.span)
+    # Both have at most as many bits as the longer operand.
+    most = _filled_below(_magnitude(x) | _magnitude(y))
+    return torch.maximum(lo, ~most), torch.minimum(hi, most), _span(x.span, y.span)
+
+
+def _filled_below(x: Tensor) -> Tensor:
+    """All bits from the highest one of x on; all bits of a negative x."""
+    for shift in (1, 2, 4, 8, 16, 32):
+        x = x | (x >> shift)
+    return x
+
+
+def _magnitude(x: Ints) -> Tensor:
+    """An integer with the bits of both bounds that are not copies of their signs."""
+    return (x.lo ^ (x.lo >> 63)) | (x.hi ^ (x.hi >> 63))
 
 
 def _known(x: Ints) -> tuple[Tensor, Tensor]:
     """The bits of an integer that are 1 at all positions of a tile, and those that are 1 at some."""
     # Below the highest bit in which the bounds differ, every bit may be either.
-    either = x.lo ^ x.hi
-    for shift in (1, 2, 4, 8, 16, 32):
-        either = either | (either >> shift)
+    either = _filled_below(x.lo ^ x.hi)
     return x.lo & ~either, x.lo | either
 
 
 def _span(x: Span, y: Span) -> Span:
-    """Both have at most as many bits as the longer operand."""
     least, most = hull(x, y)
     bits = max((~least if least < 0 else least).bit_length(), (~most if most < 0 else most).bit_length())
     return (-(2**bits) if least < 0 else 0), 2**bits - 1

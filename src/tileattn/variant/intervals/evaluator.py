@@ -14,7 +14,7 @@ from ..operations import COMPARISONS
 from . import comparisons, floats, tables
 from .bits import bitwise
 from .integers import Integers
-from .values import INT32, INT64, Bools, Bounds, Floats, Form, Ints, Span, filled, hull, within
+from .values import INT32, INT64, Bools, Bounds, Floats, Ints, hull, within
 
 _EXACT = 2**24  # integers up to this size are float32 numbers
 _SELECTIONS = ("where", "and", "or", "not")
@@ -29,7 +29,9 @@ class Evaluator:
             tensors, by their names.
     """
 
-    def __init__(self, values: dict[str, Any], positions: dict[str, tuple[Tensor, Tensor]], device: torch.device) -> None:
+    def __init__(
+        self, values: dict[str, Any], positions: dict[str, tuple[Tensor, Tensor]], device: torch.device
+    ) -> None:
         self.values, self.device = values, device
         self.integers = Integers(device)
         self.known: dict[int, Bounds] = {}
@@ -64,7 +66,7 @@ class Evaluator:
         if float(value.float()) != number:
             lo, hi, _ = floats.widened(value, value, value.isnan())
         if math.isnan(number):
-            lo, hi = -torch.inf + torch.zeros_like(value), torch.inf + torch.zeros_like(value)
+            lo, hi = value.nan_to_num(-math.inf), value.nan_to_num(math.inf)
         return Floats(lo, hi, value.isnan(), self._key("float", str(number)))
 
     def _of(self, expr: Expr) -> Bounds:
@@ -95,11 +97,12 @@ class Evaluator:
             return self._truncated(args[0], key)
         if op == "float":
             return self._as_float(args[0])
-        is_float = op in floats.UNARY and op != "abs" or op == "div" or any(isinstance(arg, Floats) for arg in args)
+        is_float = (op in floats.UNARY and op != "abs") or op == "div" or any(isinstance(arg, Floats) for arg in args)
         if is_float:
             numbers = [self._as_float(arg) for arg in args]
             rules: Any = floats.UNARY if len(args) == 1 else floats.BINARY
-            return Floats(*rules[op](*numbers), self._key(key))
+            lo, hi, nan = rules[op](*numbers)
+            return Floats(lo, hi, nan, self._key(key))
         ints = [self._as_int(arg) for arg in args]
         name = {"min": "minimum", "max": "maximum", "abs": "magnitude"}.get(op, op)
         return getattr(self.integers, name)(*ints)
@@ -146,10 +149,11 @@ class Evaluator:
 
     def _selected(self, op: str, args: list[Bounds], key: Hashable) -> Bounds:
         if op == "where":
-            return self._where(args[0], *args[1:], key)  # type: ignore[arg-type]
+            condition, x, y = args
+            return self._where(condition, x, y, key)
         if any(isinstance(arg, Ints) for arg in args):
-            x, y = (self._as_int(arg) for arg in args)
-            return self.integers.atom((op, *sorted((x.form, y.form))), *bitwise(op, x, y))
+            i, j = (self._as_int(arg) for arg in args)
+            return self.integers.atom((op, *sorted((i.form, j.form))), *bitwise(op, i, j))
         conditions = [arg for arg in args if isinstance(arg, Bools)]
         if op == "not":
             (x_,) = conditions
@@ -163,8 +167,8 @@ class Evaluator:
         condition = condition if isinstance(condition, Bools) else self._compared("ne", condition, self._number(0))
         yes, no = condition.lo, ~condition.hi
         if isinstance(x, Bools) and isinstance(y, Bools):
-            lo, hi = (torch.where(yes, a, torch.where(no, b, both)) for a, b, both in (
-                (x.lo, y.lo, x.lo & y.lo), (x.hi, y.hi, x.hi | y.hi)))  # fmt: skip
+            lo = torch.where(yes, x.lo, torch.where(no, y.lo, x.lo & y.lo))
+            hi = torch.where(yes, x.hi, torch.where(no, y.hi, x.hi | y.hi))
             return Bools(lo, hi, self._key(key))
         if isinstance(x, Floats) or isinstance(y, Floats):
             f, g = self._as_float(x), self._as_float(y)
@@ -183,28 +187,30 @@ class Evaluator:
 
     def _elements(self, tensor: Tensor, index: list[Ints], key: Hashable) -> Bounds:
         if tensor.numel() == 0:
-            least = greatest = torch.zeros((), device=self.device)
-            nan = torch.ones((), dtype=torch.bool, device=self.device)
-        else:
-            clamped = [
-                (each.lo.clamp(0, size - 1), each.hi.clamp(0, size - 1)) for each, size in zip(index, tensor.shape)
-            ]
-            least, greatest, nan = tables.over_ranges(tensor, clamped)
-        point = all(each.is_point for each in index) and tensor.numel() > 0
+            return self._anything(tensor, key)
+        clamped = [(each.lo.clamp(0, size - 1), each.hi.clamp(0, size - 1)) for each, size in zip(index, tensor.shape)]
+        least, greatest, nan = tables.over_ranges(tensor, clamped)
+        point = all(each.is_point for each in index)
         if tensor.dtype == torch.bool:
-            lo = least.bool() & ~nan
-            return Bools(lo, lo if point else greatest.bool() | nan, self._key(key))
+            lo = least.bool()
+            return Bools(lo, lo if point else greatest.bool(), self._key(key))
         if not tensor.dtype.is_floating_point:
-            lo = least.long()
-            span: Span = INT64 if tensor.numel() == 0 else (int(lo.min()), int(greatest.max()))
-            ends = (filled(INT64[0], self.device), filled(INT64[1], self.device))
-            return self.integers.atom(key, *(ends if tensor.numel() == 0 else (lo, lo if point else greatest.long())), span)
-        low, high = least.double(), greatest.double()
-        if tensor.numel() == 0:
-            low, high = low - torch.inf, high + torch.inf
+            lo, hi = least.long(), greatest.long()
+            return self.integers.atom(key, lo, lo if point else hi, (int(lo.min()), int(hi.max())))
+        lo, hi = least.double(), greatest.double()
         if tensor.dtype == torch.float64:  # kernels read it in float32
-            low, high, nan = floats.widened(low, high, nan)
-        return Floats(*floats.flushed(low, high), nan, self._key(key))
+            lo, hi, nan = floats.widened(lo, hi, nan)
+        return Floats(*floats.flushed(lo, hi), nan, self._key(key))
+
+    def _anything(self, tensor: Tensor, key: Hashable) -> Bounds:
+        """An element of a tensor without elements."""
+        no, yes = (torch.full((), value, device=self.device) for value in (False, True))
+        if tensor.dtype == torch.bool:
+            return Bools(no, yes, self._key(key))
+        if not tensor.dtype.is_floating_point:
+            return self.integers.unknown(key)
+        infinite = torch.full((), math.inf, dtype=torch.float64, device=self.device)
+        return Floats(-infinite, infinite, yes, self._key(key))
 
 
 def _chosen(yes: Tensor, no: Tensor, x: Any, y: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from .linear import divided, plus, scaled, share
 from .values import INT32, INT64, SAFE, Form, Ints, Span, filled, hull, within
 
-
 _NOTHING = Form((), 0)
 
 
@@ -29,7 +28,7 @@ class Integers:
 
     def constant(self, value: int) -> Ints:
         if not within((value, value), INT64):
-            return self._unknown(("constant", value))
+            return self.unknown(("constant", value))
         number = filled(value, self.device)
         return Ints(number, number, (value, value), Form((), value))
 
@@ -40,7 +39,8 @@ class Integers:
             self.atoms.append(Ints(lo, hi, span, Form(((number, 1),), 0)))
         return self.atoms[number]
 
-    def _unknown(self, key: Hashable) -> Ints:
+    def unknown(self, key: Hashable) -> Ints:
+        """An integer that may be anything."""
         lo, hi = (filled(end, self.device) for end in INT64)
         return self.atom(key, lo, hi, INT64)
 
@@ -49,7 +49,7 @@ class Integers:
         if within(span, INT32):
             return Ints(lo, hi, span, form) if form is not None else self.atom(key, lo, hi, span)
         if not within(span, (-SAFE, SAFE)):
-            return self._unknown(key)
+            return self.unknown(key)
         wraps = (lo < INT32[0]) | (hi > INT32[1])
         lo, hi = torch.where(wraps, lo.clamp(max=INT32[0]), lo), torch.where(wraps, hi.clamp(min=INT32[1]), hi)
         return self.atom(key, lo, hi, hull(span, INT32))
@@ -84,7 +84,7 @@ class Integers:
         form = plus(x.form, y.form, sign)
         key = ("sum", form)
         if not within(span, (-SAFE, SAFE)):
-            return self._unknown(key)
+            return self.unknown(key)
         lo, hi = (x.lo + y.lo, x.hi + y.hi) if sign > 0 else (x.lo - y.hi, x.hi - y.lo)
         if share(x.form, y.form) and (exact := self.bounds_of(form)) is not None:
             lo, hi = torch.maximum(lo, exact[0]), torch.minimum(hi, exact[1])
@@ -102,7 +102,7 @@ class Integers:
         span = (min(spans), max(spans))
         key = ("mul", *sorted((x.form, y.form)))
         if not within(span, (-SAFE, SAFE)):
-            return self._unknown(key)
+            return self.unknown(key)
         form = None if y.form.terms else scaled(x.form, y.form.constant)
         lo, hi = _corners(x, y, torch.mul)
         if x.form == y.form:  # a square
@@ -166,7 +166,7 @@ class Integers:
         # The magnitude is at most that of x, but for -2^63 / -1.
         most = max(map(abs, x.span)) + 1
         if most >= SAFE:
-            return self._unknown(("floordiv", x.form, y.form))
+            return self.unknown(("floordiv", x.form, y.form))
         return self._or_anything(("floordiv", x.form, y.form), lo, hi, crosses, (-most, most))
 
     def _remainder(self, x: Ints, y: Ints) -> Ints:
@@ -199,7 +199,7 @@ class Integers:
         if x.span[0] >= 0:
             return x
         if not within(x.span, (-SAFE, SAFE)):
-            return self._unknown(("abs", x.form))
+            return self.unknown(("abs", x.form))
         lo = torch.maximum(x.lo, -x.hi).clamp(min=0)
         hi = torch.maximum(-x.lo, x.hi)
         span = (0, max(map(abs, x.span)))

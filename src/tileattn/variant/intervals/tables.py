@@ -29,11 +29,10 @@ def over_ranges(tensor: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor
         is NaN; the bounds are those of the others, -inf and inf if there are none.
     """
     table = tensor.detach().to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
-    if not table.dtype.is_floating_point:
-        return *_reduced([table, table], ("amin", "amax"), ranges), torch.zeros((), dtype=torch.bool, device=table.device)
-    missing = table.isnan()
-    if not bool(missing.any()):
-        return *_reduced([table, table], ("amin", "amax"), ranges), torch.zeros((), dtype=torch.bool, device=table.device)
+    missing = table.isnan() if table.dtype.is_floating_point else None
+    if missing is None or not bool(missing.any()):
+        least, greatest = _reduced([table, table], ("amin", "amax"), ranges)
+        return least, greatest, torch.zeros((), dtype=torch.bool, device=table.device)
     filled = [table.masked_fill(missing, math.inf), table.masked_fill(missing, -math.inf), missing.to(torch.uint8)]
     least, greatest, nan = _reduced(filled, ("amin", "amax", "amax"), ranges)
     none = least > greatest
@@ -51,7 +50,7 @@ def _reduced(tables: list[Tensor], kinds: Sequence[str], ranges: Sequence[Range]
         code = code * limit + level
     results: list[Tensor | None] = [None] * len(tables)
     for value in code.unique().tolist():
-        of_dims, rest = [], value
+        rest, of_dims = value, list[int]()
         for limit in reversed(limits):
             rest, level = divmod(rest, limit)
             of_dims.insert(0, level)

@@ -1,12 +1,12 @@
 """What a mask does to tiles of scores: hides all of it, none of it, or a part of it.
 
-    >>> from tileattn import SlidingWindow
-    >>> kinds = tile_kinds(*traced(SlidingWindow(100, 0)), *grid(512, 512, 128, 128))
-    >>> kinds
-    tensor([[1, 0, 0, 0],
-            [1, 1, 0, 0],
-            [0, 1, 1, 0],
-            [0, 0, 1, 1]], dtype=torch.int8)
+>>> from tileattn import SlidingWindow
+>>> kinds = tile_kinds(*traced(SlidingWindow(100, 0)), *grid(512, 512, 128, 128))
+>>> kinds
+tensor([[1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1]], dtype=torch.int8)
 """
 
 from __future__ import annotations
