@@ -25,6 +25,7 @@ from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.variant.expression import nodes
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
+from tileattn.variant.neighborhood import Neighborhood
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
@@ -154,8 +155,12 @@ def described(mask: Mask | None) -> str:
         )
     if isinstance(mask, FunctionMask):
         return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
-    fields = [getattr(mask, field.name) for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
-    return f"{type(mask).__name__}({', '.join('...' if isinstance(x, Tensor) else str(x) for x in fields)})"
+    if isinstance(mask, Neighborhood):
+        return repr(mask)
+    fields = [field for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
+    values = ["..." if isinstance(x := getattr(mask, field.name), Tensor) else str(x) for field in fields]
+    named = [f"{field.name}={x}" if field.kw_only else x for field, x in zip(fields, values)]
+    return f"{type(mask).__name__}({', '.join(named)})"
 
 
 def _count(letter: str, index: Any, what: str, traced: Program, operands: Operands) -> int:

@@ -39,12 +39,12 @@ class Visits:
         # Where every cell is mixed, a mask's own ranges say as much.
         self.kinds = None if kinds is None or bool((kinds == Kind.MIXED).all()) else kinds
 
-    def keys(self, block_M: int, gap: int = GAP) -> list[list[KeyRange]]:
+    def keys(self, block_M: int, gap: int | None = None) -> list[list[KeyRange]]:
         """The keys of each block of rows: one list for all batch elements, or a list for each if they differ.
 
-        gap: hidden keys between two visited ones are visited too, if there are at most so many.
+        gap: hidden keys between two visited ones are visited too, if there are at most so many; None: `GAP`.
         """
-        ranges = key_ranges(self.matrix, block_M)
+        ranges, gap = key_ranges(self.matrix, block_M), GAP if gap is None else gap
         if self.kinds is None:
             return ranges
         cells = [_runs(element) for element in _pooled(self.kinds, block_M // self.block_M)]
