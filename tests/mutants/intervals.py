@@ -20,7 +20,10 @@ MUTANTS: list[Mutant] = [
                 "        return self.atom(key, lo, hi, hull(span, INT32))",
                 "        return Ints(lo, hi, hull(span, INT32), form or Form((), 0))",
             ),
-            "intervals: sums fit in int64": ("SAFE, SAFE)):\n            return self.unknown(key)\n        lo, hi = (x.lo +", "2**70, 2**70)):\n            return self.unknown(key)\n        lo, hi = (x.lo +"),
+            "intervals: sums fit in int64": (
+                "SAFE, SAFE)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
+                "2**70, 2**70)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
+            ),
             "intervals: a difference of lower ends": ("(x.lo - y.hi, x.hi - y.lo)", "(x.lo - y.lo, x.hi - y.hi)"),
             "intervals: a remainder's quotient by its first": (
                 "one = first == x.hi // divisor",
@@ -98,7 +101,7 @@ MUTANTS: list[Mutant] = [
         PACKAGE + "bits.py",
         SOUND,
         {
-            "intervals: all bits are known": ("return x.lo & ~either, x.lo | either", "return x.lo & x.hi, x.lo | x.hi"),
+            "intervals: all bits are known": ("& ~either, x.lo | either", "& x.hi, x.lo | x.hi"),
             "intervals: and exceeds a negative operand": (
                 "torch.where(each.lo >= 0, torch.minimum(hi, each.hi), hi)",
                 "torch.minimum(hi, each.hi)",
@@ -121,7 +124,7 @@ MUTANTS: list[Mutant] = [
         PACKAGE + "evaluator.py",
         RULES,
         {
-            "intervals: indices are not clamped below": ("(each.lo.clamp(0, size - 1), each.hi", "(each.lo % size, each.hi"),
+            "intervals: indices wrap around": ("(each.lo.clamp(0, size - 1), ", "(each.lo % size, "),
             "intervals: integers are exact in float32": ("_EXACT = 2**24", "_EXACT = 2**40"),
             "intervals: NaN is an integer": ("unknown = x.nan | (x.lo", "unknown = (x.lo"),
         },
@@ -141,7 +144,7 @@ MUTANTS: list[Mutant] = [
         VISITS,
         {
             "visits: one head decides": ("    kinds = _common(kinds, 1)\n", "    kinds = kinds[:, 0]\n"),
-            "visits: one batch element decides": ("if bool((kinds == kinds[:1]).all()) else kinds", "if True else kinds"),
+            "visits: one batch element decides": ("if bool((kinds == kinds[:1]).all()) else", "if True else"),
             "visits: the first rows of a block decide": (
                 "return _common(kinds.unflatten(1, (-1, rows)), 2)",
                 "return kinds.unflatten(1, (-1, rows))[:, :, 0]",
@@ -179,4 +182,4 @@ MUTANTS: list[Mutant] = [
             "neighborhood: queries beyond the grid": (" & (of_q[0] < self.size_0)", ""),
         },
     ),
-]  # fmt: skip
+]

@@ -33,6 +33,7 @@ LIMITS = torch.tensor([[40], [200]])
 MASKS: dict[str, Mask] = {
     "band": FunctionMask(lambda b, h, q, k: (q - k < 50) & (k <= q)),
     "every third block": FunctionMask(lambda b, h, q, k: (q // 32 + k // 32) % 3 == 0),
+    "holes": FunctionMask(lambda b, h, q, k: k % 32 != 20),
     "nothing for some rows": FunctionMask(lambda b, h, q, k: (k < q) & (q % 128 < 64)),
     "by head": FunctionMask(lambda b, h, q, k: (k <= q) & (q - k < 30 * (h + 1))),
     "by element": FunctionMask(lambda b, h, q, k: k < LIMITS[b, 0]),

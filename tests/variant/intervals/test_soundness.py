@@ -62,23 +62,29 @@ TABLES: dict[str, Tensor] = {
     "half": torch.tensor([0.5, -1.0, 65504.0, 0.0], dtype=torch.float16),
     "special": torch.tensor([0.0, math.nan, math.inf, -math.inf, 1.0, 1.0, -3.0, math.nan, math.nan]),
     "infinite": torch.tensor([math.inf, math.inf, 1.0]),
+    "zeros": torch.zeros(2),
     "double": torch.tensor([0.1, 1e300, -1e-300, 2.0], dtype=torch.float64),
     "tiny": torch.tensor([1e-40, -1e-42, 0.0, 1e-3]),
     "bits": torch.tensor([[True, False, True], [True, True, True]]),
     "one": torch.tensor([4]),
     "number": torch.tensor(3),
 }
-bytes_, signed, short, limits, long, index, half, special, infinite, double, tiny, bits, one, number = TABLES.values()
+bytes_, signed, short, limits, long, index, half, special, infinite, zeros, double, tiny, bits, one, number = (
+    TABLES.values()
+)
 
 RULES: dict[str, Callable[..., Any]] = {
     "sums that wrap": lambda b, h, q, k: q + 2147483640 > k,
     "differences that wrap": lambda b, h, q, k: k - 2147483645 < q,
     "products that wrap": lambda b, h, q, k: limits[k] * 2 + q > 0,
     "what wraps is not its form": lambda b, h, q, k: (limits[k] + q) - limits[k] <= q,
+    "a sum that wraps is less": lambda b, h, q, k: limits[k] + q > limits[k],
+    "magnitudes": lambda b, h, q, k: abs(q - k) < 3,
     "negation of the least integer": lambda b, h, q, k: abs(limits[k]) >= 0,
     "products beyond int32": lambda b, h, q, k: (q + 70000) * (k + 70000) > 4900000000,
     "products beyond int64": lambda b, h, q, k: long[k] * long[q] > 0,
     "sums beyond int64": lambda b, h, q, k: long[k] + long[q] > 0,
+    "long integers less themselves": lambda b, h, q, k: long[k] - long[k] == q - q,
     "quotients of negative integers": lambda b, h, q, k: (q - k) // 3 == -2,
     "remainders of negative integers": lambda b, h, q, k: (q - k) % 5 == 4,
     "quotients by negative integers": lambda b, h, q, k: (q + k) // -4 >= -1,
@@ -120,11 +126,12 @@ RULES: dict[str, Callable[..., Any]] = {
     "NaN differs": lambda b, h, q, k: special[k] != 1.0,
     "not less than NaN": lambda b, h, q, k: ~(special[k] < 2.0),
     "minimum of NaN": lambda b, h, q, k: tm.minimum(special[k], 0.5) < 0.7,
-    "infinity less infinity": lambda b, h, q, k: infinite[k] - infinite[q] >= 0.0,
-    "0 times infinity": lambda b, h, q, k: infinite[k] * (0.0 * q) <= 1.0,
+    "minimum of NaN is greater": lambda b, h, q, k: tm.minimum(special[k], 0.5) > 0.2,
+    "infinity less infinity": lambda b, h, q, k: infinite[k] - infinite[q] <= math.inf,
+    "0 times infinity": lambda b, h, q, k: infinite[k] * zeros[q] <= 1.0,
     "infinity over infinity": lambda b, h, q, k: infinite[k] / infinite[q] >= 0.0,
     "divisions by 0": lambda b, h, q, k: 1.0 / (1.0 * q) > 0.1,
-    "roots of negative numbers": lambda b, h, q, k: tm.sqrt(1.0 * q) >= 0.0,
+    "roots of negative numbers": lambda b, h, q, k: tm.sqrt(1.0 * q) >= -1.0,
     "logarithms of 0": lambda b, h, q, k: tm.log(1.0 * k) > -1.0,
     "float remainders": lambda b, h, q, k: (0.5 * q) % 1.5 < 0.4,
     "float quotients": lambda b, h, q, k: (0.1 * (q - k)) // 1.0 == -1.0,
@@ -132,8 +139,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "doubles": lambda b, h, q, k: double[k] * double[k] < 1e30,
     "numbers that are flushed": lambda b, h, q, k: tiny[k] * 1e30 > 1e-12,
     "integers beyond float32": lambda b, h, q, k: (q + 16777216) * 1.0 == (k + 16777216) * 1.0,
+    "integers that become equal": lambda b, h, q, k: (q + 16777216).float() == (k + 16777216).float(),
     "floats as integers": lambda b, h, q, k: (0.7 * (q - k)).int() == 1,
-    "NaN as an integer": lambda b, h, q, k: special[k].int() < q + 100,
+    "NaN as an integer": lambda b, h, q, k: special[k].int() >= 0,
     "functions": lambda b, h, q, k: tm.tanh(0.2 * q) + tm.sigmoid(0.3 * k) > tm.exp(-0.1 * k) * tm.cos(0.1 * q),
     "the element and the head": lambda b, h, q, k: (q + b) % 4 >= h,
 }
