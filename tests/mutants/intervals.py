@@ -157,7 +157,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "variant/patterns.py",
+        "variant/sparse/patterns.py",
         PATTERNS,
         {
             "dilated: hides its first key": ("seen = (k >= q - self.left) & seen", "seen = (k > q - self.left) & seen"),
@@ -171,7 +171,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "variant/neighborhood.py",
+        "variant/sparse/neighborhood.py",
         PATTERNS,
         {
             "neighborhood: not moved at the end": (

@@ -25,7 +25,7 @@ MOVED = {
         "abs clamp cos exp exp2 load log log2 maximum minimum relu sigmoid silu sin softplus sqrt square tanh where",
     ),
     "masks": (
-        "variant.masks variant.patterns variant.neighborhood",
+        "variant.masks variant.sparse.patterns variant.sparse.neighborhood",
         "Mask Causal SlidingWindow PrefixLM Documents KeyPadding FunctionMask And Or Range FIRST_POSITION "
         "check_key_padding Dilated Strided GlobalTokens Neighborhood ImageTextDocuments",
     ),

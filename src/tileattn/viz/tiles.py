@@ -26,9 +26,9 @@ from tileattn.variant.evaluated import values_of
 from tileattn.variant.expression import nodes
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
-from tileattn.variant.neighborhood import Neighborhood
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
+from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
     BLUE,

@@ -84,7 +84,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "products beyond int32": lambda b, h, q, k: (q + 70000) * (k + 70000) > 4900000000,
     "products beyond int64": lambda b, h, q, k: long[k] * long[q] > 0,
     "sums beyond int64": lambda b, h, q, k: long[k] + long[q] > 0,
-    "long integers less themselves": lambda b, h, q, k: long[k] - long[k] == q - q,
+    "long integers less themselves": lambda b, h, q, k: long[k] - long[k] + k >= 5,
     "quotients of negative integers": lambda b, h, q, k: (q - k) // 3 == -2,
     "remainders of negative integers": lambda b, h, q, k: (q - k) % 5 == 4,
     "quotients by negative integers": lambda b, h, q, k: (q + k) // -4 >= -1,

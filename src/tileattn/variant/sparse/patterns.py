@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..call.scalars import as_int
-from .mask_bounds import Range, checked_size, document_bounds
-from .masks import FIRST_POSITION, Mask
-from .math import load, maximum, where
+from ...call.scalars import as_int
+from ..mask_bounds import Range, checked_size, document_bounds
+from ..masks import FIRST_POSITION, Mask
+from ..math import load, maximum, where
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 

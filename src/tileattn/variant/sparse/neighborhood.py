@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .mask_bounds import MAX_SIZE, Range
-from .masks import Mask
-from .math import maximum, minimum
+from ..mask_bounds import MAX_SIZE, Range
+from ..masks import Mask
+from ..math import maximum, minimum
 from .patterns import checked_step
 
 
