@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tileattn
+from tests import fresh_process
 from tests.tools import positions as strategies
 from tileattn import Causal, Dilated, GlobalTokens, ImageTextDocuments, Mask, Neighborhood, SlidingWindow, Strided
+from tileattn.variant.key import encode
 
 Allowed = Callable[[int, int, int], bool]  # (batch element, query position, key position)
 
@@ -157,6 +159,12 @@ def test_tiles_of_other_documents_are_skipped() -> None:
     tile = (torch.tensor(64), torch.tensor(95))
     assert [int(x) for x in mask.kv_range(0, 0, *tile, 256)] == [64, 104]
     assert [int(x) for x in mask.q_range(0, 0, *tile, 256)] == [64, 128]
+
+
+def test_keys_are_read_in_a_process_that_has_made_no_mask() -> None:
+    key, operands = encode(Neighborhood((4, 5), 3) | Strided(3), ())
+    assert operands.ints[:2] == [4, 5]
+    fresh_process.run(f"from tileattn.variant.program import program; program({key!r})")
 
 
 # --- Errors ---
