@@ -286,3 +286,19 @@ def test_packed_sequences(name: str) -> None:
         part = [x[i : i + 1, :n] for x, n in ((q, rows), (k, keys), (v, keys))]
         right = expected(*part, lambda b, row, key, number=i: allowed(number, row, key))  # type: ignore[misc]
         torch.testing.assert_close(o[int(cu_q[i]) : int(cu_q[i + 1])], right[0])
+
+
+ON_TRITON = [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("neighborhood", "images"))) for name in SPARSE]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.parametrize("name", ON_TRITON)
+def test_triton_computes_the_same(name: str) -> None:
+    pytest.importorskip("triton")
+    q, k, v, do = (x.detach().float().requires_grad_() for x in tensors(17, 49))
+
+    def run(backend: str) -> list[Tensor]:
+        o = tileattn.attention(q, k, v, mask=SPARSE[name][0], backend=backend)
+        return [o, *torch.autograd.grad(o, (q, k, v), do.detach())]
+
+    torch.testing.assert_close(run("triton"), run("torch"))
