@@ -27,7 +27,18 @@ from make_page import LABELS, OWN, RESULTS, ROOT
 from make_scale_page import PICTURE as SCALE_PICTURE
 from make_scale_page import draw as draw_scale
 
-from tileattn import Causal, Documents, Mask, SlidingWindow, viz
+from tileattn import (
+    Causal,
+    Dilated,
+    Documents,
+    GlobalTokens,
+    ImageTextDocuments,
+    Mask,
+    Neighborhood,
+    SlidingWindow,
+    Strided,
+    viz,
+)
 from tileattn.bench import plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
@@ -61,7 +72,7 @@ def main() -> None:
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
     of_results = {**of_readme(), **of_benchmarks(), **of_decode(), **of_parallel(), **of_ladder(), **of_training()}
-    return {**of_results, **of_tutorial()}
+    return {**of_results, **of_tutorial(), **of_patterns()}
 
 
 # Measured
@@ -295,6 +306,26 @@ def tiles_documents() -> Figure:
     lengths = torch.tensor([300, 150, 450, 124])
     ids = torch.arange(4, dtype=torch.int32).repeat_interleave(lengths)
     return _tiles(Causal() & Documents(ids))
+
+
+def of_patterns() -> dict[Path, Callable[[], Figure]]:
+    """For docs/patterns.md: what each sparse pattern does to tiles."""
+    place = torch.arange(1024)
+    text = place % 256 < 64
+    masks = {
+        "dilated": Dilated(256, dilation=4),
+        "strided": Strided(128, 64),
+        "global-tokens": SlidingWindow(96, 96) | GlobalTokens(32),
+        "neighborhood": Neighborhood((32, 32), 9),
+        "images": ImageTextDocuments(place // 512, torch.where(text, -1, place // 256)),
+    }
+    return {DOCS / "figures" / f"tiles-{name}.png": partial(_mask_tiles, mask) for name, mask in masks.items()}
+
+
+def _mask_tiles(mask: Mask) -> Figure:
+    figure = viz.draw_tiles(viz.mask_tiles(mask, 1024, 1024, 32, 32))
+    figure.set_size_inches(4.2, 4.8)
+    return figure
 
 
 def softmax() -> Figure:

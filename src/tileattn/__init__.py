@@ -14,18 +14,23 @@ __all__ = [
     "CacheStep",
     "Causal",
     "DecodePlan",
+    "Dilated",
     "Documents",
     "FixedSplit",
     "FunctionMask",
+    "GlobalTokens",
+    "ImageTextDocuments",
     "KeyPadding",
     "LayerCache",
     "Mask",
+    "Neighborhood",
     "PagedKVCache",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",
     "SlidingWindow",
     "SoftCap",
+    "Strided",
     "Unpadded",
     "append_kv",
     "attention",
@@ -77,7 +82,20 @@ if TYPE_CHECKING or not _is_command():
     from .call.decoding import DecodePlan, FixedSplit
     from .call.fp8 import QuantizedFP8, quantize_fp8
     from .call.packed_status import check_packed
-    from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+    from .masks import (
+        Causal,
+        Dilated,
+        Documents,
+        FunctionMask,
+        GlobalTokens,
+        ImageTextDocuments,
+        KeyPadding,
+        Mask,
+        Neighborhood,
+        PrefixLM,
+        SlidingWindow,
+        Strided,
+    )
     from .scores import ALiBi, Bias, ScoreMod, SoftCap
     from .tuner.session import tuning
 

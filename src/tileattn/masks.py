@@ -1,4 +1,4 @@
-"""The masks, as users import them; the code is in variant/masks.py."""
+"""The masks, as users import them; the code is in variant/masks.py and variant/sparse/."""
 
 from .variant.mask_bounds import Range
 from .variant.masks import (
@@ -14,6 +14,8 @@ from .variant.masks import (
     SlidingWindow,
     check_key_padding,
 )
+from .variant.sparse.neighborhood import Neighborhood
+from .variant.sparse.patterns import Dilated, GlobalTokens, ImageTextDocuments, Strided
 
 __all__ = [
     "Mask",
@@ -22,6 +24,11 @@ __all__ = [
     "PrefixLM",
     "Documents",
     "KeyPadding",
+    "Dilated",
+    "Strided",
+    "GlobalTokens",
+    "Neighborhood",
+    "ImageTextDocuments",
     "FunctionMask",
     "And",
     "Or",

@@ -18,16 +18,16 @@ from tests import fresh_process
 from tileattn.cli.app import app
 from tileattn.cli.choices import SHORT_NAMES
 
-# One-line modules: where they are, where the code is, and the names that both have.
+# One-line modules: where they are, where the code is (one module or several), and the names that both have.
 MOVED = {
     "math": (
         "variant.math",
         "abs clamp cos exp exp2 load log log2 maximum minimum relu sigmoid silu sin softplus sqrt square tanh where",
     ),
     "masks": (
-        "variant.masks",
+        "variant.masks variant.sparse.patterns variant.sparse.neighborhood",
         "Mask Causal SlidingWindow PrefixLM Documents KeyPadding FunctionMask And Or Range FIRST_POSITION "
-        "check_key_padding",
+        "check_key_padding Dilated Strided GlobalTokens Neighborhood ImageTextDocuments",
     ),
     "scores": ("variant.scores", "ScoreMod SoftCap ALiBi Bias PackedBias for_packed"),
     "profiling": ("measure.profiling", "profile profile_all machine_ceiling Profile Profiles"),
@@ -37,7 +37,7 @@ MOVED = {
 PATHS = {
     "nn": "NaiveAttention FlashAttentionV1 FlashAttentionV2 MaskedAttention TritonFlashAttention get_attention",
     "parallel": "Plan RankError Simulation Topology Traffic simulate",
-    "viz": "draw_tiles tile_map draw_weights draw_softmax draw_lengths draw_dashboard",
+    "viz": "draw_tiles tile_map mask_tiles draw_weights draw_softmax draw_lengths draw_dashboard",
     "testing": "assert_accurate assert_forward_accurate assert_gradients_accurate oracle_attention eager_attention "
     "dropout_mask similarity dissimilarity emulate",
     "reference": "standard_attention flash_attention_1 flash_attention_2",
@@ -80,8 +80,8 @@ COMMANDS = {
     "--causal --mask --softcap --alibi --bias --sink --variant --dtype --direction --device --backend --again --show "
     "--clear --yes -y --quiet -q",
     "demo": "--port --device --browser --no-browser",
-    "viz tiles": "--seqlen --N --seqlen-k --causal --mask --block-M --block-N --arch --head-dim --D --output -o "
-    "--force",
+    "viz tiles": "--seqlen --N --seqlen-k --causal --mask --function --block-M --block-N --arch --head-dim --D "
+    "--output -o --force",
     "viz weights": "--seqlen --N --seqlen-k --heads --H --head-dim --D --causal --mask --softcap --alibi --seed "
     "--output -o "
     "--force",
@@ -96,11 +96,12 @@ COMMANDS = {
 @pytest.mark.parametrize("path", MOVED)
 def test_a_one_line_module_has_the_objects_of_the_code(path: str) -> None:
     where, names = MOVED[path]
-    shown, code = (importlib.import_module(f"tileattn.{each}") for each in (path, where))
+    shown, *codes = (importlib.import_module(f"tileattn.{each}") for each in (path, *where.split()))
     assert set(shown.__all__) == set(names.split())
     for name in names.split():
-        assert getattr(shown, name) is getattr(code, name), name
-    assert set(getattr(code, "__all__", shown.__all__)) == set(shown.__all__)
+        assert any(getattr(shown, name) is getattr(code, name, None) for code in codes), name
+    for code in codes:
+        assert set(getattr(code, "__all__", shown.__all__)) == set(shown.__all__)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -9,7 +9,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+from tileattn import (
+    Causal,
+    Dilated,
+    Documents,
+    FunctionMask,
+    GlobalTokens,
+    ImageTextDocuments,
+    KeyPadding,
+    Mask,
+    Neighborhood,
+    PrefixLM,
+    SlidingWindow,
+    Strided,
+)
 
 BATCH, HEADS = 2, 2
 
@@ -92,6 +105,34 @@ def paddings(seqlen_k: int, one_side: bool = False) -> st.SearchStrategy[Mask]:
     return st.builds(lambda rows, order: KeyPadding(torch.tensor([x[order] for x in rows])), rows, either)
 
 
+def dilated() -> st.SearchStrategy[Mask]:
+    return st.builds(lambda left, right, step: Dilated(left, right, dilation=step), sizes, sizes, st.integers(1, 5))
+
+
+def strided() -> st.SearchStrategy[Mask]:
+    return st.builds(Strided, st.integers(1, 5), st.integers(0, 4))
+
+
+def global_tokens(seqlen_k: int) -> st.SearchStrategy[Mask]:
+    row = st.lists(st.booleans(), min_size=seqlen_k, max_size=seqlen_k)
+    rows = st.one_of(st.lists(row, min_size=n, max_size=n) for n in (1, BATCH))
+    return st.one_of(st.integers(0, 12), rows.map(torch.tensor)).map(GlobalTokens)
+
+
+def neighborhoods() -> st.SearchStrategy[Mask]:
+    """Grids that may be shorter or longer than the sequence."""
+    dimension = st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
+    return st.lists(dimension, min_size=1, max_size=3).map(lambda dims: Neighborhood(*map(tuple, zip(*dims))))
+
+
+def images(seqlen_k: int) -> st.SearchStrategy[Mask]:
+    def rows(ids: st.SearchStrategy[int]) -> st.SearchStrategy[torch.Tensor]:
+        row = st.lists(ids, min_size=seqlen_k, max_size=seqlen_k)
+        return st.lists(row, min_size=BATCH, max_size=BATCH).map(torch.tensor)
+
+    return st.builds(ImageTextDocuments, rows(st.integers(-1, 1)), rows(st.integers(-2, 1)))
+
+
 FUNCTIONS: list[Callable[..., Any]] = [
     lambda b, h, q, k: (q + k + h) % 3 != b,
     lambda b, h, q, k: (k % 4 == 0) | (q == k),
@@ -106,6 +147,11 @@ def any_mask(seqlen_k: int) -> st.SearchStrategy[Mask]:
         documents(seqlen_k),
         documents(seqlen_k, in_order=True),
         paddings(seqlen_k),
+        dilated(),
+        strided(),
+        global_tokens(seqlen_k),
+        neighborhoods(),
+        images(seqlen_k),
         st.sampled_from(FUNCTIONS).map(FunctionMask),
     )
     return st.recursive(

@@ -485,7 +485,7 @@ def test_new_values_in_a_captured_tensor_are_seen() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Dilated(Mask):
+class EveryStep(Mask):
     """Every `step`-th key backwards from the query."""
 
     step: int
@@ -525,12 +525,12 @@ class Scaled(ScoreMod):
 @pytest.mark.parametrize(
     ("mask", "mods"),
     [
-        (Dilated(3), ()),
-        (Dilated(2) | SlidingWindow(1, 0), ()),
-        (Within(Dilated(2), torch.tensor([0, 1])), ()),
+        (EveryStep(3), ()),
+        (EveryStep(2) | SlidingWindow(1, 0), ()),
+        (Within(EveryStep(2), torch.tensor([0, 1])), ()),
         (Within(Causal(), torch.tensor([0, 1]), 5) & SlidingWindow(20, 20), ()),
         (None, (Scaled(0.5, torch.tensor([0.1, 0.2])),)),
-        (Dilated(2), (Scaled(0.5, torch.tensor([0.1, 0.2])), SoftCap(1.0), in_globals)),
+        (EveryStep(2), (Scaled(0.5, torch.tensor([0.1, 0.2])), SoftCap(1.0), in_globals)),
     ],
     ids=["own", "own-or-window", "nested", "nested-and-window", "own-score", "own-mask-and-scores"],
 )
@@ -545,13 +545,13 @@ def test_classes_of_users_have_gradients() -> None:
     by_head = torch.tensor([0.1, 0.2], dtype=torch.float64, requires_grad=True)
     q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64).requires_grad_() for _ in range(3))
     assert torch.autograd.gradcheck(
-        lambda q, x: attention(q, k, v, score_mod=Scaled(0.5, x), mask=Dilated(2)), (q, by_head)
+        lambda q, x: attention(q, k, v, score_mod=Scaled(0.5, x), mask=EveryStep(2)), (q, by_head)
     )
 
 
 def test_classes_of_users_are_keyed_by_their_name_and_fields() -> None:
-    assert encode(Within(Dilated(2), slopes, None), ())[0] == "Within(Dilated(i),t:float32:n,-)"
-    assert encode(Dilated(2), ())[0] == encode(Dilated(7), ())[0]
+    assert encode(Within(EveryStep(2), slopes, None), ())[0] == "Within(EveryStep(i),t:float32:n,-)"
+    assert encode(EveryStep(2), ())[0] == encode(EveryStep(7), ())[0]
 
 
 def test_a_class_that_is_no_dataclass_says_so() -> None:

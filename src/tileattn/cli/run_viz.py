@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tileattn.cli.run_bench import check_picture, new_picture, writing
 from tileattn.viz.checks import check_tile_count
 from tileattn.viz.dashboard import draw_dashboard
 from tileattn.viz.lengths import draw_lengths
+from tileattn.viz.mask_tiles import mask_tiles
 from tileattn.viz.plan import draw_plan
 from tileattn.viz.softmax import draw_softmax, row_scores
 from tileattn.viz.tiles import draw_tiles, kernel_tiles, tile_map
@@ -51,13 +53,7 @@ def tiles(
 ) -> None:
     """The code of `tileattn viz tiles`."""
     output = _picture(output, RESULTS_FOLDER / "tiles", force)
-    for option, size in (
-        ("--seqlen", seqlen),
-        ("--seqlen-k", seqlen_k),
-        ("--block-M", block[0]),
-        ("--block-N", block[1]),
-    ):
-        at_least_one(option, size)
+    _check_sizes(seqlen, seqlen_k, block)
     name = variant_name(VariantOptions(causal=causal, mask=mask))
     given = mask_of(_problem(name, seqlen, seqlen_k or seqlen, heads=1, head_dim=1, seed=0))
     if arch is not None and block != (None, None):
@@ -76,6 +72,56 @@ def tiles(
         map_of_tiles = tile_map(given, *sizes, arch=arch)
     title = f"{name}, kernel for {arch}, head dim {head_dim}" if arch is not None else name
     _save(draw_tiles(map_of_tiles, title), output)
+
+
+def _check_sizes(seqlen: int, seqlen_k: int | None, block: tuple[int | None, int | None]) -> None:
+    for option, size in (
+        ("--seqlen", seqlen),
+        ("--seqlen-k", seqlen_k),
+        ("--block-M", block[0]),
+        ("--block-N", block[1]),
+    ):
+        at_least_one(option, size)
+
+
+def tiles_of_function(
+    function: str,
+    seqlen: int,
+    seqlen_k: int | None,
+    causal: bool,
+    block: tuple[int | None, int | None],
+    others: dict[str, object],
+    output: Path | None,
+    force: bool,
+) -> None:
+    """The code of `tileattn viz tiles --function`. `others` are options that --function excludes, by their names."""
+    output = _picture(output, RESULTS_FOLDER / "tiles", force)
+    _check_sizes(seqlen, seqlen_k, block)
+    for option, value in others.items():
+        if value is not None:
+            raise refuse(option, "it is for other masks than that of --function")
+    mask = _from_file(function)
+    with _refused("--function, --seqlen"):
+        map_of_tiles = mask_tiles(mask, seqlen, seqlen_k or seqlen, *block, causal=causal)
+    _save(draw_tiles(map_of_tiles), output)
+
+
+def _from_file(place: str) -> Any:
+    """What FILE.py:NAME names."""
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise refuse("--function", f"{place!r} names no Python file; accepted: FILE.py:NAME")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise refuse(
+            "--function", f"{file} has no {name!r}; accepted: the name of a function mask(b, h, q, k) or a mask"
+        )
+    return getattr(module, name)
 
 
 def weights(
@@ -183,7 +229,7 @@ def _refused(option: str) -> Iterator[None]:
     """Turns an argument that viz refuses into a refused option."""
     try:
         yield
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # TypeError: a mask that cannot be traced
         raise refuse(option, str(error)) from error
 
 

@@ -40,13 +40,23 @@ Picture = Annotated[
 
 @app.command(
     epilog="[dim]Examples[/dim]\n\n  tileattn viz tiles --seqlen 4096 --causal --mask documents1024\n\n"
-    "  tileattn viz tiles --seqlen 8192 --mask window1024 --arch sm_90a --head-dim 128"
+    "  tileattn viz tiles --seqlen 8192 --mask window1024 --arch sm_90a --head-dim 128\n\n"
+    "  tileattn viz tiles --seqlen 131072 --function masks.py:dilated"
 )
 def tiles(
     seqlen: Annotated[int, typer.Option("--seqlen", "--N", metavar="N", help="Length of q.")] = 2048,
     seqlen_k: SeqlenK = None,
     causal: Causal = False,
     mask: MaskName = None,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Instead: a function mask(b, h, q, k), or a mask, of a Python file; the picture shows which tiles it "
+            "hides, cuts through or leaves whole.",
+            show_default=False,
+        ),
+    ] = None,
     block_m: Annotated[
         int | None, typer.Option("--block-M", metavar="N", help="Queries in a tile. Default 128.", show_default=False)
     ] = None,
@@ -67,6 +77,10 @@ def tiles(
     """Show which tiles of the scores a mask makes a kernel visit: full, partial, skipped."""
     from tileattn.cli import run_viz as command
 
+    if function is not None:
+        options: dict[str, object] = {"--mask": mask, "--arch": arch, "--head-dim": head_dim}
+        command.tiles_of_function(function, seqlen, seqlen_k, causal, (block_m, block_n), options, output, force)
+        return
     command.tiles(seqlen, seqlen_k, causal, mask, (block_m, block_n), arch, head_dim, output, force)
 
 

@@ -1,8 +1,9 @@
 """Pictures of attention: the tiles that a mask visits, attention weights, the online softmax, time and memory.
 
-Each of the first five files computes data (in torch, without matplotlib) and draws it. Read them in this order:
+Each of the first six files computes data (in torch, without matplotlib) and draws it. Read them in this order:
 
     tiles      which tiles of scores a kernel visits under a mask: full, partial, skipped
+    mask_tiles which tiles any mask hides, cuts through or leaves whole
     weights    the attention weights of small inputs
     softmax    the online softmax's m, l, alpha and o along a row, tile by tile
     lengths    time and memory against the sequence length, from a result file of the benchmark
@@ -20,6 +21,7 @@ pip install 'tileattn[plot]'.
 
 from .dashboard import draw_dashboard
 from .lengths import draw_lengths
+from .mask_tiles import mask_tiles
 from .softmax import SoftmaxStep, draw_softmax, row_scores, softmax_steps
 from .tiles import TileMap, draw_tiles, kernel_tiles, tile_map
 from .weights import attention_weights, draw_weights
@@ -27,6 +29,7 @@ from .weights import attention_weights, draw_weights
 __all__ = [
     "TileMap",
     "tile_map",
+    "mask_tiles",
     "kernel_tiles",
     "draw_tiles",
     "attention_weights",

@@ -22,11 +22,13 @@ from tileattn.call.inputs import Operands
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.variant.evaluated import values_of
 from tileattn.variant.expression import nodes
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
+from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
     BLUE,
@@ -53,7 +55,9 @@ class Tile(IntEnum):
     FULL = 2
 
 
+# Of the tiles that a kernel visits, and of those by the mask alone (`mask_tiles.py`).
 NAMES = {Tile.FULL: "full: no mask computed", Tile.PARTIAL: "partial: mask computed", Tile.SKIPPED: "skipped"}
+NAMES_OF_MASKS = {Tile.FULL: "whole: no mask needed", Tile.PARTIAL: "mixed: mask needed", Tile.SKIPPED: "hidden"}
 COLOURS = {Tile.FULL: BLUE, Tile.PARTIAL: ORANGE, Tile.SKIPPED: LIGHT}
 
 
@@ -62,6 +66,7 @@ class TileMap:
     """What a kernel does with each tile of one head's scores.
 
     tiles: int8 (ceil(seqlen_q / block_M), ceil(seqlen_k / block_N)), values of `Tile`. name: of the mask, for a title.
+    by_mask: whether these are what the mask does to tiles, from `mask_tiles`, and not the tiles that a kernel visits.
     """
 
     tiles: Tensor
@@ -70,6 +75,7 @@ class TileMap:
     block_M: int
     block_N: int
     name: str
+    by_mask: bool = False
 
     def count(self, kind: Tile) -> int:
         """The number of tiles of a kind."""
@@ -111,15 +117,7 @@ def tile_map(
     check_tile_count(seqlen_k, "block_N", block_N)
     if arch is not None:
         _check_arch(arch)
-    normalized, _ = normalize(mask, None, causal)
-    key, operands = encode(normalized, ())
-    traced = program(key)
-    batch, heads = _count("b", b, "batch elements", traced, operands), _count("h", h, "heads", traced, operands)
-    if normalized is not None:
-        normalized.check(batch, heads, seqlen_q, seqlen_k)
-    values: dict[str, Any] = {"b": b, "h": h, "seqlen_k": seqlen_k}
-    for letter, given in (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats)):
-        values |= {f"{letter}{index}": value for index, value in enumerate(given)}
+    normalized, traced, values = variant_of(mask, causal, seqlen_q, seqlen_k, b, h)
     q_lo = torch.arange(0, seqlen_q, block_M) + seqlen_k - seqlen_q
     values |= {"q_lo": q_lo, "q_hi": (q_lo + block_M).clamp(max=seqlen_k) - 1}
 
@@ -141,6 +139,23 @@ def tile_map(
     return TileMap(tiles, seqlen_q, seqlen_k, block_M, block_N, described(normalized))
 
 
+def variant_of(
+    mask: Mask | Any | None, causal: bool, seqlen_q: int, seqlen_k: int, b: int, h: int
+) -> tuple[Mask | None, Program, dict[str, Any]]:
+    """A mask, its traced program, and the values of the program's symbols for one head.
+
+    Raises:
+        ValueError: the mask's tensors do not fit the lengths or have no such b or h.
+    """
+    normalized, _ = normalize(mask, None, causal)
+    key, operands = encode(normalized, ())
+    traced = program(key)
+    batch, heads = _count("b", b, "batch elements", traced, operands), _count("h", h, "heads", traced, operands)
+    if normalized is not None:
+        normalized.check(batch, heads, seqlen_q, seqlen_k)
+    return normalized, traced, {**values_of(operands), "b": b, "h": h, "seqlen_k": seqlen_k}
+
+
 def described(mask: Mask | None) -> str:
     """A mask as it is written in Python, with "..." for tensors and the names of functions."""
     if mask is None:
@@ -154,8 +169,12 @@ def described(mask: Mask | None) -> str:
         )
     if isinstance(mask, FunctionMask):
         return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
-    fields = [getattr(mask, field.name) for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
-    return f"{type(mask).__name__}({', '.join('...' if isinstance(x, Tensor) else str(x) for x in fields)})"
+    if isinstance(mask, Neighborhood):
+        return repr(mask)
+    fields = [field for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
+    values = ["..." if isinstance(x := getattr(mask, field.name), Tensor) else str(x) for field in fields]
+    named = [f"{field.name}={x}" if field.kw_only else x for field, x in zip(fields, values)]
+    return f"{type(mask).__name__}({', '.join(named)})"
 
 
 def _count(letter: str, index: Any, what: str, traced: Program, operands: Operands) -> int:
@@ -212,7 +231,7 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
     """Draws a head's map: queries downwards, keys to the right, a colour for each kind of tile.
 
     Args:
-        tiles: from `tile_map`.
+        tiles: from `tile_map` or `mask_tiles`.
         title: of the figure; None: the mask's name.
     """
     # The figure's height follows the map's, which is drawn to scale unless one side is far longer.
@@ -221,12 +240,13 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
     fill_tiles(figure.add_subplot(), tiles)
     visited = 1 - tiles.share(Tile.SKIPPED)
     lengths = f"{counted(tiles.seqlen_q, 'query', 'queries')}, {counted(tiles.seqlen_k, 'key')}"
-    sizes = f"tiles of {tiles.block_M} x {tiles.block_N}; {visited:.0%} visited"
+    sizes = f"tiles of {tiles.block_M} x {tiles.block_N}; {visited:.0%} {'seen' if tiles.by_mask else 'visited'}"
     heading(figure, title or tiles.name, f"{lengths}\n{sizes}")
+    names = NAMES_OF_MASKS if tiles.by_mask else NAMES
     from matplotlib.patches import Patch
 
     figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=f"{name} ({tiles.count(kind)})") for kind, name in NAMES.items()],
+        handles=[Patch(color=COLOURS[kind], label=f"{name} ({tiles.count(kind)})") for kind, name in names.items()],
         loc="outside lower center",
         ncols=2,
         frameon=False,

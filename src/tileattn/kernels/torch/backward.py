@@ -25,8 +25,9 @@ from ...call.facts import Gradients
 from ...call.inputs import Inputs
 from ...variant.masks import Mask
 from . import fused
-from .mask import KeyRange, ScoreMatrix, ScoreMods, key_ranges, row_blocks
+from .mask import KeyRange, ScoreMatrix, ScoreMods, row_blocks
 from .score_gradient import Watched, add_biases, add_to_gradients, only_biases, recording, through_score_mods
+from .visits import Visits
 
 # Rows and keys of a tile, and the most elements of a tile of all heads: two such tiles fit into a CPU's cache.
 BLOCK_M = 128
@@ -154,7 +155,7 @@ def _batches(matrix: ScoreMatrix, block_M: int) -> Iterator[tuple[slice, list[Ke
 
     A slice has as many elements as MAX_TILE allows; elements with different ranges are computed one by one.
     """
-    ranges, batch = key_ranges(matrix, block_M), matrix.batch.stop
+    ranges, batch = Visits(matrix, block_M).keys(block_M), matrix.batch.stop
     if len(ranges) > 1:
         yield from ((slice(element, element + 1), of_element) for element, of_element in enumerate(ranges))
         return
@@ -210,8 +211,7 @@ class _Tiles:
         q, do = self.folded(q) * scale, self.folded(do) * matrix.weight_of_kept
         lse, delta = lse[..., None], delta[..., None]
         dq = torch.zeros_like(q) if self.needs.q else None
-        for lo in range(seen.lo, seen.hi, BLOCK_N):
-            keys = slice(lo, min(lo + BLOCK_N, seen.hi))
+        for keys in seen.tiles(BLOCK_N):
             k, v = self.k[:, keys], self.v[:, keys]
             scores, p, ds = self.tiles(q.shape[1], k.shape[1])
             forbidden = matrix.forbidden(rows, keys) if seen.partial(keys) else None

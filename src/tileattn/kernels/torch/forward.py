@@ -17,8 +17,9 @@ from torch import Tensor
 from ...call.dropout import Dropout
 from ...variant.masks import Mask
 from . import fused, loop
-from .mask import KeyRange, ScoreMatrix, ScoreMods, key_ranges, row_blocks
+from .mask import KeyRange, ScoreMatrix, ScoreMods, row_blocks
 from .softmax import join_sink
+from .visits import Visits
 
 # (q of a block of rows, all k, all v, score matrix, rows, their range of keys, scale) -> o and lse of the rows.
 Attend = Callable[[Tensor, Tensor, Tensor, ScoreMatrix, slice, KeyRange, float], tuple[Tensor, Tensor]]
@@ -53,7 +54,7 @@ def forward(
 
 def _looped(q: Tensor, k: Tensor, v: Tensor, matrix: ScoreMatrix, scale: float) -> tuple[Tensor, Tensor]:
     block_M = loop.block_rows(matrix)
-    return _by_blocks(loop.attend, q, k, v, matrix, block_M, key_ranges(matrix, block_M), scale)
+    return _by_blocks(loop.attend, q, k, v, matrix, block_M, Visits(matrix, block_M).keys(block_M), scale)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, matrix: ScoreMatrix, scale: float) -> tuple[Tensor, Tensor] | None:

@@ -19,8 +19,9 @@ from torch import Tensor
 from ...call.facts import SMALLEST_SCALE
 from ...variant.masks import Causal
 from ...variant.scores import ALiBi, Bias
-from .mask import KeyRange, ScoreMatrix, key_ranges
+from .mask import KeyRange, ScoreMatrix
 from .softmax import merge
+from .visits import Visits
 
 # The most elements of a floating-point mask: 64 MiB in float32.
 MAX_MASK = 2**24
@@ -116,15 +117,21 @@ def cheapest_blocks(matrix: ScoreMatrix, head_dim: int) -> tuple[int, list[list[
     """The cheapest block_M and its key ranges. Smaller blocks compute fewer masked scores, but need more calls."""
     heads = matrix.heads * (matrix.batch.stop - matrix.batch.start)
     cost_of_score = heads * 2 * head_dim
-
-    def cost(block_M: int, ranges: list[list[KeyRange]]) -> float:
-        keys = sum(seen.hi - seen.lo for element in ranges for seen in element) / len(ranges)
-        return keys * block_M * cost_of_score + CALL_COST * sum(map(len, ranges))
-
     candidates = BLOCKS_M
     if matrix.seqlen_q * matrix.seqlen_k * cost_of_score < 4 * CALL_COST:
         candidates = BLOCKS_M[-1:]  # the problem is so small that smaller blocks save nothing
-    return min(((block_M, key_ranges(matrix, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
+    visits = Visits(matrix, candidates[0])
+
+    def cost(block_M: int, ranges: list[list[KeyRange]]) -> float:
+        keys = sum(seen.visited for element in ranges for seen in element) / len(ranges)
+        calls = sum(max(1, len(seen.stretches or ())) for element in ranges for seen in element)
+        return keys * block_M * cost_of_score + CALL_COST * calls
+
+    def ranges_of(block_M: int) -> list[list[KeyRange]]:
+        # Fewer hidden keys than this cost less than one call more.
+        return visits.keys(block_M, int(CALL_COST / (block_M * cost_of_score)))
+
+    return min(((block_M, ranges_of(block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
 
 
 def attend(
@@ -139,8 +146,7 @@ def attend(
         return torch.zeros_like(q), lse
     step = _keys_at_once(matrix, rows, seen)
     parts = []
-    for lo in range(seen.lo, seen.hi, step):
-        keys = slice(lo, min(lo + step, seen.hi))
+    for keys in seen.tiles(step):
         added = _added(matrix, rows, keys, seen)
         o, lse = _call(q, k[:, keys], v[:, keys], scale, added, causal=False)
         if added is not None:

@@ -35,8 +35,7 @@ def attend(
     """
     if seen.lo == seen.hi:
         return without_keys(q, v, matrix.dtype)
-    tiles = [slice(lo, min(lo + BLOCK_N, seen.hi)) for lo in range(seen.lo, seen.hi, BLOCK_N)]
-    state = states(q, lambda keys: (k[:, keys], v[:, keys]), tiles, matrix, rows, seen, scale)
+    state = states(q, lambda keys: (k[:, keys], v[:, keys]), seen.tiles(BLOCK_N), matrix, rows, seen, scale)
     o, lse = finish(state)
     return (o * matrix.weight_of_kept).transpose(1, 2).to(q.dtype), lse
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,21 +96,45 @@ class ScoreMatrix:
         return 1.0 if self.dropout is None else weight_of_kept(self.dropout.p)
 
 
+class Stretch(NamedTuple):
+    """Adjacent keys, half-open, and those of them that all rows of a block see."""
+
+    lo: int
+    hi: int
+    full: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class KeyRange:
     """The keys of a block of rows, half-open: `lo..hi` that any row may see, `full_lo..full_hi` that all rows see.
 
     0 <= lo <= full_lo <= full_hi <= hi <= seqlen_k; if no key is seen by all rows, full_lo = full_hi = hi.
+
+    stretches: what is known beyond that: the keys of lo..hi that are visited, in order, and what of them all rows see.
     """
 
     lo: int
     hi: int
     full_lo: int
     full_hi: int
+    stretches: tuple[Stretch, ...] | None = None
 
     def partial(self, keys: slice) -> bool:
         """Whether the mask must be evaluated in a tile of these keys."""
-        return keys.start < self.full_lo or keys.stop > self.full_hi
+        if self.stretches is None:
+            return keys.start < self.full_lo or keys.stop > self.full_hi
+        full = (each for stretch in self.stretches for each in stretch.full)
+        return not any(lo <= keys.start and keys.stop <= hi for lo, hi in full)
+
+    def tiles(self, most: int) -> list[slice]:
+        """The keys to visit, in tiles of at most `most` keys."""
+        parts = [(self.lo, self.hi)] if self.stretches is None else [(each.lo, each.hi) for each in self.stretches]
+        return [slice(lo, min(lo + most, end)) for begin, end in parts for lo in range(begin, end, most)]
+
+    @property
+    def visited(self) -> int:
+        """The number of keys to visit."""
+        return sum(keys.stop - keys.start for keys in self.tiles(max(self.hi, 1)))
 
 
 def row_blocks(seqlen_q: int, block_M: int) -> list[slice]:

@@ -11,7 +11,17 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
-from tileattn import Causal, FunctionMask, Mask
+from tileattn import (
+    Causal,
+    Dilated,
+    FunctionMask,
+    GlobalTokens,
+    ImageTextDocuments,
+    Mask,
+    Neighborhood,
+    SlidingWindow,
+    Strided,
+)
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -35,6 +45,22 @@ def _cases() -> list[Any]:
 def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mask = FunctionMask(MASKS[name]) if kind == "mask" else None
     _check(name, mask, (SCORES[name],) if kind == "score" else (), monkeypatch, tmp_path)
+
+
+PLACE = torch.arange(SEQLEN_K)
+PATTERNS: dict[str, Mask] = {
+    "dilated": Dilated(9, 4, dilation=3),
+    "strided": Strided(4, 2),
+    "window or global": SlidingWindow(3, 3) | GlobalTokens(2),
+    "neighborhood of an image": Neighborhood((4, 5), 3),
+    "neighborhood of a video": Neighborhood((2, 3, 3), (2, 2, 3)),
+    "images": ImageTextDocuments(PLACE // 11, PLACE % 7 // 3 - 1),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_sparse_patterns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _check(name, PATTERNS[name], (), monkeypatch, tmp_path)
 
 
 def test_a_root_of_a_distance_is_no_root_of_less_than_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

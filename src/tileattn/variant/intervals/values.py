@@ -1,0 +1,83 @@
+"""Bounds: what is known of an expression's value in each of many tiles.
+
+A bound holds for every position of its tile. Tensors of bounds have one element for each tile, or broadcast to that:
+what depends on `q` alone has one for each row of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+
+INT32: Span = (-(2**31), 2**31 - 1)
+INT64: Span = (-(2**63), 2**63 - 1)
+SAFE = 2**62  # sums and differences of two integers below it fit in int64
+
+
+class Form(NamedTuple):
+    """A linear form: the sum of `constant` and, for each (atom, factor) of `terms`, factor * atom.
+
+    Atoms are the numbers of expressions that are not linear, and of `q` and `k`. Terms are sorted, without zeros. So
+    two equal forms have equal values, and forms are the keys of integers.
+    """
+
+    terms: tuple[tuple[int, int], ...]
+    constant: int
+
+
+class Ints(NamedTuple):
+    """An integer: int64 bounds, both included.
+
+    span: Python integers that bound the value in all tiles. They tell without looking at tensors that nothing
+    overflows. form: whose value the integer has.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    span: Span
+    form: Form
+
+    @property
+    def key(self) -> Form:
+        return self.form
+
+    @property
+    def is_point(self) -> bool:
+        """Whether the integer is known to be the same at all positions of a tile, so that its bounds are equal."""
+        return self.lo is self.hi
+
+
+class Floats(NamedTuple):
+    """A float: float64 bounds, both included, of what is not NaN; where `nan`, the value may be NaN."""
+
+    lo: Tensor
+    hi: Tensor
+    nan: Tensor
+    key: int
+
+
+class Bools(NamedTuple):
+    """A condition: where `lo`, it holds at all positions of the tile; where not `hi`, at none."""
+
+    lo: Tensor
+    hi: Tensor
+    key: int
+
+
+Bounds = Ints | Floats | Bools
+
+
+def hull(x: Span, y: Span) -> Span:
+    return min(x[0], y[0]), max(x[1], y[1])
+
+
+def within(inner: Span, outer: Span) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def filled(value: int, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.int64, device=device)

@@ -1,0 +1,1 @@
+"""Masks of sparse patterns: patterns.py in one dimension, neighborhood.py in up to three."""

@@ -1,0 +1,28 @@
+"""Sparse patterns become TileLang kernels, as every mask does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from tests.tools.lowering import lower, make_call
+from tileattn import Causal, Dilated, GlobalTokens, ImageTextDocuments, Mask, Neighborhood, SlidingWindow, Strided
+
+IDS = torch.arange(9) // 4
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal() & Neighborhood((4, 5, 6), 3),
+        pytest.param(SlidingWindow(5, 5) | GlobalTokens(3), marks=pytest.mark.slow),  # 8 s each
+        pytest.param(Dilated(8, 8, dilation=2) | Strided(4, 2), marks=pytest.mark.slow),
+        pytest.param(ImageTextDocuments(IDS, IDS) & GlobalTokens(IDS[None] > 0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_kernel_for_hopper(mask: Mask) -> None:
+    source = lower(make_call(mask, dim=64))
+    assert "wgmma" in source
