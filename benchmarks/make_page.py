@@ -100,14 +100,9 @@ REMARKS = {
         turns="0.99, 0.98 and 1.00",
     ),
     "backward/fa-bwd-h200.json": (
-        "`tileattn, deterministic` is `deterministic=True`: over the rows of a head dim it takes 1.23 times as long "
-        "at 64 (1.09 to 1.30), 1.22 times at 128 (1.09 to 1.33), and as long at 256 and 192/128, where dq has a "
-        "kernel of its own anyway."
-    ),
-    "backward/random-bwd-h200.json": (
-        "Since then head dim 160 has tiles of its own width, which take 12 to 15 % less time (H100); its rows were not "
-        "measured again. `D128 causal (1,6208,56/14)` missed the tolerance by 4 % in dq of the second query, which "
-        "sees two keys: with the same tensors FA-2 and cuDNN have the same error there."
+        "With `deterministic=True` [an earlier run](../benchmarks/results/backward/deterministic-h200.json) took 1.23 "
+        "times as long over the rows of head dim 64 (1.09 to 1.30), 1.22 times at 128 (1.09 to 1.33), and as long at "
+        "256 and 192/128, where dq has a kernel of its own anyway."
     ),
     "packed/varlen-h200.json": (
         f"`D128 causal (32,512,16) uniform` is the host's time, not the GPU's; {_SLOW_HOST}. Since then a call's "

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "parallel-speed.md"
 PICTURE = ROOT / "docs" / "benchmarks" / "parallel.png"
-# There is no page as long as SOURCE is None.
-SOURCE: str | None = None
+# There is no page if SOURCE is None.
+SOURCE: str | None = "parallel/suite-h200.json"
 
 INTRODUCTION = """\
 # Speed on several GPUs
