@@ -288,9 +288,9 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 def transformers_attempts() -> Iterator[Attempt]:
     """The calls that the tests of transformers' models make on a GPU; needs transformers."""
-    from tests.tools import transformers_calls
+    from tests.tools.transformers import calls as of_models
 
-    yield from transformers_calls.calls()
+    yield from of_models.calls()
 
 
 def parallel_attempts() -> Iterator[Attempt]:
@@ -299,7 +299,7 @@ def parallel_attempts() -> Iterator[Attempt]:
     A plan asks masks which keys they reach, so conformance cases have values, on a CPU, which counts as a GPU here.
     What TileLang refuses runs by kernels that are compiled in the tests.
     """
-    from tests.parallel import ranks_two_gpus, test_two_gpus
+    from tests.parallel.two_gpus import ranks_two_gpus, test_two_gpus
     from tests.tools.one_rank import playing
 
     def asking(attempt: Attempt, rank: int) -> None:

@@ -49,8 +49,8 @@ def main(device: str) -> None:
     drop_in.install()
     if device == "cpu":
         pretend_a_gpu()
-    from tests.tools.transformers_batching import check, generate_batch
-    from tests.tools.transformers_models import CPU, GPU, MODELS
+    from tests.tools.transformers.batching import check, generate_batch
+    from tests.tools.transformers.models import CPU, GPU, MODELS
 
     _kv_cache.decode = counted("decode", _kv_cache.decode)
     _kv_cache.append_kv = counted("append_kv", _kv_cache.append_kv)

@@ -21,7 +21,7 @@ import transformers
 import tileattn
 import tileattn.compat.transformers as adapter
 from tests.compat.transformers.test_models import DEVICES, Problem, assert_like_eager
-from tests.tools.transformers_models import MODELS, WINDOW
+from tests.tools.transformers.models import MODELS, WINDOW
 from tileattn import Causal, SlidingWindow
 from tileattn.compat.transformers import attention as adapters_attention
 from tileattn.compat.transformers import context_parallel as shards

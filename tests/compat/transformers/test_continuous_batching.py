@@ -18,8 +18,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'til
 import transformers
 
 import tileattn.compat.transformers as adapter
-from tests.tools.transformers_batching import BLOCK, NEW, PROMPTS, check, generate_batch
-from tests.tools.transformers_models import CPU, GPU, MODELS
+from tests.tools.transformers.batching import BLOCK, NEW, PROMPTS, check, generate_batch
+from tests.tools.transformers.models import CPU, GPU, MODELS
 from tileattn.compat.transformers import blocks, paged
 
 # 5.23 refuses every implementation but its own.

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
-from tests.tools.transformers_batching import NEW
+from tests.tools.transformers.batching import NEW
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'til
 import transformers
 
 import tileattn.compat.transformers as adapter
-from tests.tools.transformers_models import (
+from tests.tools.transformers.models import (
     CPU,
     GPU,
     MODELS,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tileattn.compat.transformers as adapter
 from tests.tools.ranks import pool, returned
-from tests.tools.transformers_models import CPU, MODELS, WINDOW, with_attention
+from tests.tools.transformers.models import CPU, MODELS, WINDOW, with_attention
 from tileattn.parallel import Plan
 
 SEQLEN = 3 * WINDOW + 1  # windows end within a shard and reach into others

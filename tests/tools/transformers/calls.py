@@ -26,8 +26,8 @@ from tests.compat.transformers.test_models import (
     Problem,
     prefill,
 )
-from tests.tools.transformers_batching import generate_batch
-from tests.tools.transformers_models import MODELS
+from tests.tools.transformers.batching import generate_batch
+from tests.tools.transformers.models import MODELS
 from tileattn import KeyPadding
 from tileattn.call.inputs import Operands
 from tileattn.compat.transformers import attention, blocks, packed, paged, step

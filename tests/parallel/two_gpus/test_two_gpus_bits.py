@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tileattn
-from tests.parallel.ranks_two_gpus import bits, repeated
+from tests.parallel.two_gpus.ranks_two_gpus import bits, repeated
 from tests.tools.two_gpus import MARKS, on_both
 
 pytestmark = MARKS

@@ -174,7 +174,7 @@ def peak(options: dict[str, Any], seqlen: int, heads: tuple[int, int], dim: int)
 
 def calls() -> Iterator[Callable[[], object]]:
     """The calls of the test_two_gpus files but for conformance, on tensors of "meta", for benchmarks/precompile.py."""
-    from tests.parallel import test_two_gpus_bits as tests
+    from tests.parallel.two_gpus import test_two_gpus_bits as tests
 
     for options, dim, mask in tests.BITS:
         yield functools.partial(bits, options, 4096, dim, mask)

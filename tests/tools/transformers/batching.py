@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from tests.tools.transformers_models import VOCABULARY, InFloat64, with_attention
+from tests.tools.transformers.models import VOCABULARY, InFloat64, with_attention
 from tileattn.testing import assert_accurate
 
 NEW = 9
