@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+from torch.overrides import TorchFunctionMode
+
 from ...variant.expression import Expr
 from ...variant.masks import FunctionMask, Mask
 from ...variant.row_numbers import RowMask, RowScore
@@ -118,6 +120,14 @@ def _constant(value: int, size: Any, dtype: torch.dtype | None) -> Any:
     return float(value) if dtype is not None and dtype.is_floating_point else value
 
 
+class _Constants(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func.__name__}"
+        if name == "new_ones" or name == "new_zeros":
+            return name == "new_ones"
+        return func(*args, **(kwargs or {}))
+
+
 def _position(x: Any) -> Any:
     return Position(x.op, x.args, x.dtype) if isinstance(x, Expr) else x
 
@@ -126,6 +136,9 @@ def traceable_mask(mask_mod: Mod) -> Mod:
     """The mask_mod for :class:`tileattn.FunctionMask`, with positions that PyTorch's functions accept."""
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            with _Constants():
+                return mask_mod(b, h, q, k)
         return mask_mod(_position(b), _position(h), _position(q), _position(k))
 
     return mask
