@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from ...variant.masks import FunctionMask, Mask
@@ -20,6 +21,8 @@ from .lazy import LazyBlockMask
 from .mods import by_row, is_noop, mask_of_function, traceable_mask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2
+# What PyTorch puts in place of the mask_mod of a BlockMask that is indexed.
+_SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
 
 
 def mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask | None:
@@ -56,6 +59,10 @@ def _allows(states: Tensor, block_q: int, block_k: int, mask_mod: Any) -> Any:
 
 def check_sizes(block_mask: BlockMask, query: Tensor, rows: int, keys: int) -> None:
     """Raises ValueError or RuntimeError unless the block mask is for a call of these sizes, as PyTorch does."""
+    if block_mask.mask_mod is _SLICED:
+        raise RuntimeError(
+            "block_mask is a sliced BlockMask, which has no mask_mod: set one, made from that of the whole block mask"
+        )
     batch, heads, *lengths = block_mask.shape if len(block_mask.shape) == 4 else (0, 0, 0, 0)
     if len(block_mask.shape) != 4:
         raise ValueError(f"block_mask must have 4 dimensions, (B, H, Q_LEN, KV_LEN), got {block_mask.shape}")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-
 from torch.overrides import TorchFunctionMode
 
 from ...variant.expression import Expr
