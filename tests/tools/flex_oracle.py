@@ -63,7 +63,7 @@ def inputs(
 
 
 def assert_same(got: Sequence[Tensor], right: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """out and lse, and their gradients in the leaves. lse of a query that sees nothing is -inf and takes no gradient."""
+    """out and lse, and their gradients in the leaves. An lse of -inf, of a query that sees nothing, takes none."""
     torch.testing.assert_close(got[0], right[0])
     torch.testing.assert_close(got[1], right[1])
     generator = torch.Generator().manual_seed(1)

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.tools.flex_oracle import assert_same, expected, inputs, table_of
 from tileattn.compat.flex_attention import create_block_mask, create_mask, flex_attention
+from tileattn.compat.flex_attention.blocks import bounds_of, states_of
 
 BATCH, HEADS = 2, 4
 
@@ -113,8 +114,9 @@ def test_a_lazy_mask_that_is_changed_has_blocks(change: str) -> None:
             mask.mask_mod = lambda b, h, q_idx, kv_idx: q_idx > kv_idx + 3
         else:
             mask.kv_num_blocks = torch.tensor([[[1, 0, 1, 0]]], dtype=torch.int32)
-    torch.testing.assert_close(table_of(lazy, 1, 1), table_of(eager, 1, 1))
-    check(lazy)
+    q, k, v = (x.detach() for x in inputs((64, 64)))
+    torch.testing.assert_close(*(flex_attention(q, k, v, block_mask=mask) for mask in (lazy, eager)))
+    check(eager)
 
 
 def test_a_lazy_mask_is_pytorchs() -> None:
@@ -161,3 +163,25 @@ def test_blocks_that_are_written_in_place() -> None:
     check(mask)
     mask.kv_num_blocks.zero_()
     check(mask)
+
+
+@pytest.mark.parametrize("lengths", [(70, 70), (33, 90), (90, 33)])
+def test_bounds_of_tiles(lengths: tuple[int, int]) -> None:
+    """Tiles of any rows and keys, aligned to no block: what lies outside their bounds is hidden, in both directions."""
+    block_mask, shift = random_blocks((2, 4), lengths, (16, 8)), lengths[1] - lengths[0]
+    table = table_of(block_mask, BATCH, HEADS)
+    bounds = bounds_of(states_of(block_mask, -(-lengths[0] // 16), -(-lengths[1] // 8)) != 0, 16, 8, shift)
+    b, h = torch.arange(BATCH)[:, None], torch.arange(HEADS)
+    skipped = 0
+    for size in (1, 7, 64):
+        for dim, length, first in ((2, lengths[0], shift), (3, lengths[1], 0)):
+            other = torch.arange(table.shape[5 - dim]) + shift - first
+            for lo in range(0, length, size):
+                hi = min(lo + size, length)
+                in_range = bounds.kv_range if dim == 2 else bounds.q_range
+                begin, end = in_range(b, h, torch.tensor(lo + first), torch.tensor(hi - 1 + first), lengths[1])
+                seen = table.narrow(dim, lo, hi - lo).any(dim)
+                outside = (other < begin[..., None]) | (other >= end[..., None])
+                assert not (seen & outside).any()
+                skipped += int(outside.sum())
+    assert skipped
