@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+import tileattn
 from tests.tools.flex_oracle import assert_same, expected, inputs, table_of
 from tileattn.compat.flex_attention import create_block_mask, create_mask, flex_attention
-from tileattn.compat.flex_attention.blocks import bounds_of, states_of
+from tileattn.compat.flex_attention.blocks import bounds_of, mask_of, states_of
 
 BATCH, HEADS = 2, 4
 
@@ -185,3 +186,17 @@ def test_bounds_of_tiles(lengths: tuple[int, int]) -> None:
                 assert not (seen & outside).any()
                 skipped += int(outside.sum())
     assert skipped
+
+
+def test_tritons_kernels() -> None:
+    """Forward and backward, in Triton's interpreter: their tiles are those within the bounds of visited blocks."""
+    pytest.importorskip("triton")
+    block_mask = random_blocks((2, 4), (33, 90), (16, 8))
+    table = table_of(block_mask, BATCH, HEADS)
+    leaves = [
+        torch.nn.functional.pad(x, (0, 8)).detach().requires_grad_() for x in inputs((33, 90), dtype=torch.float32)
+    ]
+    mask = mask_of(block_mask, *leaves[:2])
+    o, lse = tileattn.attention(*leaves, mask=mask, layout="bhsd", return_lse=True, backend="triton")
+    right = expected(*leaves, None, lambda b, h, q_idx, kv_idx: table[b, h, q_idx, kv_idx])
+    assert_same((o, lse), right, leaves)
