@@ -120,6 +120,38 @@ def test_a_lazy_mask_that_is_changed_has_blocks(change: str) -> None:
     check(eager)
 
 
+def test_blocks_of_columns_are_not_needed() -> None:
+    """PyTorch's backward pass reads them, and infers nothing where they are None."""
+    block_mask = create_block_mask(causal, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    block_mask.q_num_blocks = block_mask.q_indices = None
+    block_mask.full_q_num_blocks = block_mask.full_q_indices = None
+    check(block_mask)
+
+
+@pytest.mark.parametrize("create", [create_block_mask, torch_flex.create_block_mask], ids=["lazy", "blocks"])
+def test_pytorchs_paged_attention(create: Any) -> None:
+    """PyTorch's experimental cache: its block masks and score functions are of pages; one batch element of keys."""
+    paged = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
+    lengths, page, pages = (40, 64), 16, 12
+    q, k, v = (x.detach() for x in inputs((64, 64)))
+    cache = paged.PagedAttention(pages, page, BATCH, device="cpu")
+    k_cache, v_cache = (torch.zeros(1, HEADS, pages * page, 8, dtype=q.dtype) for _ in range(2))
+    for b, length in enumerate(lengths):
+        cache.reserve(torch.tensor(b), torch.tensor(length))
+        new = (x[b : b + 1, :, :length] for x in (k, v))
+        cache.assign(torch.tensor([b]), torch.arange(length)[None], *new, k_cache, v_cache)
+    block_mask = create(causal, BATCH, 1, 64, 64, device="cpu", BLOCK_SIZE=page)
+    score = cache.get_score_mod(falling)
+    out = flex_attention(q, k_cache, v_cache, score, cache.convert_logical_block_mask(block_mask))
+    right = expected(q, k, v, falling, causal)[0]
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(out[b, :, :length], right[b, :, :length])  # type: ignore[index]
+
+
+def falling(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score - (q_idx - kv_idx) * 0.125
+
+
 def test_a_lazy_mask_is_pytorchs() -> None:
     lazy, eager = (
         create(causal, 2, 4, 70, 90, "cpu", (16, 32)) for create in (create_block_mask, torch_flex.create_block_mask)

@@ -71,6 +71,10 @@ def local_and_global(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (window(b, h, q_idx, kv_idx) | GLOBAL[kv_idx] | GLOBAL[q_idx]) & (q_idx >= kv_idx)
 
 
+def of_first_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return DOCUMENT[h.new_zeros(h.shape), q_idx] == DOCUMENT[h.new_ones(()), kv_idx]
+
+
 def nothing(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx % 2 == 0) & (kv_idx >= 0)
 
@@ -90,6 +94,7 @@ MASKS: dict[str, Function] = {
     "global": local_and_global,
     "torch and": torch_flex.and_masks(causal, torch_flex.noop_mask, window),
     "rows of none": nothing,
+    "made of a position": of_first_head,
     "noop": flex.noop_mask,
     "torch noop": torch_flex.noop_mask,
     "no parts of and": flex.and_masks(),
@@ -188,6 +193,13 @@ def test_grouped_heads(kv_heads: int, lengths: tuple[int, int]) -> None:
     q, k, v = qkv = inputs(lengths, (4, kv_heads))
     got = flex_attention(q, k, v, mod, block_mask, 3.0, True, return_lse=True)
     assert_same(got, expected(q, k, v, mod, of_heads, 3.0), [*qkv, *tensors])  # type: ignore[arg-type]
+
+
+def test_head_dims_that_differ() -> None:
+    q, k, v = inputs((40, 50))
+    wide = torch.cat([v, v], -1)[..., :13].detach().requires_grad_()
+    got = flex_attention(q, k, wide, return_lse=True)
+    assert_same(got, expected(q, k, wide, None, None), [q, k, wide])  # type: ignore[arg-type]
 
 
 def test_one_batch_of_keys_for_all_queries() -> None:

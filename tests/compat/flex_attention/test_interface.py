@@ -214,7 +214,8 @@ def test_compiled(create: Any) -> None:
         return score + slopes[h] * (q_idx - kv_idx)
 
     leaves = [*inputs((64, 64), (4, 2)), slopes]
-    block_mask = create(torch_flex.and_masks(causal, document), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    parts = causal, document, torch_flex.noop_mask, lambda b, h, q_idx, kv_idx: IDS[h.new_zeros(h.shape)] <= kv_idx
+    block_mask = create(torch_flex.and_masks(*parts), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     answers = [f(*leaves[:3], mod, block_mask, enable_gqa=True) for f in (compiled, flex_attention)]
     torch.testing.assert_close(*answers)

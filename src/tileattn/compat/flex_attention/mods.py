@@ -102,6 +102,11 @@ class Position(Expr):
         """Any device: the constants below have none."""
         return torch.device("cpu")
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of one number: ``h.new_zeros(h.shape)``."""
+        return torch.Size(())
+
     def new_ones(self, size: Any = (), **options: Any) -> Any:
         """The number 1, or True."""
         return _constant(1, size, options.get("dtype"))
@@ -120,11 +125,15 @@ def _constant(value: int, size: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Constants(TorchFunctionMode):
+    """The same constants under torch.compile, where positions are tensors on "meta"."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = f"{func.__name__}"
+        kwargs = kwargs or {}
+        name = f"{func.__name__}"  # a string; Dynamo takes func.__name__ itself for something unknown
         if name == "new_ones" or name == "new_zeros":
-            return name == "new_ones"
-        return func(*args, **(kwargs or {}))
+            size = args[1] if len(args) > 1 else kwargs["size"]
+            return _constant(int(name == "new_ones"), size, kwargs.get("dtype"))
+        return func(*args, **kwargs)
 
 
 def _position(x: Any) -> Any:
