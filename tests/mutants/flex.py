@@ -76,6 +76,14 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "compat/flex_attention/tracing.py",
+        FUNCTIONS,
+        {
+            "flex: sizes of tables are constants": ("_with_symbols(mod)(*arguments)", "mod(*arguments)"),
+            "flex: zeros of a position are ones": ("_constant(0, size, options", "_constant(1, size, options"),
+        },
+    ),
+    *mutants(
         "compat/flex_attention/interface.py",
         INTERFACE,
         {

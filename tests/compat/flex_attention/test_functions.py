@@ -16,6 +16,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from tests.tools.flex_oracle import assert_same, expected, inputs
 from tileattn.compat import flex_attention as flex
 from tileattn.compat.flex_attention import AuxRequest, create_block_mask, flex_attention
+from tileattn.compat.flex_attention.tracing import mask_of_function, score_of_function
+from tileattn.variant.key import encode
 
 Function = Callable[..., Any]
 LENGTHS = ((70, 70), (33, 90), (90, 33))
@@ -135,6 +137,37 @@ def test_joined_masks(count: int) -> None:
             flex.create_mask(getattr(module, name)(*parts), 1, 1, 40, 40, "cpu") for module in (flex, torch_flex)
         )
         assert torch.equal(mine, theirs)
+
+
+def test_sizes_of_captured_tensors_are_run_time_values() -> None:
+    """Another length, another table: the same kernel. Within functions that functions capture, too."""
+
+    def key(length: int) -> str:
+        ids = torch.arange(length) // 7
+
+        def within(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return ids[q_idx.clamp(0, ids.shape[0] - 1)] == ids[kv_idx]
+
+        def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score + ids[kv_idx] / ids.shape[0]
+
+        mask = mask_of_function(flex.and_masks(causal, within), 3)
+        return encode(mask, [score_of_function(bias, 3)])[0]
+
+    assert key(40) == key(50)
+    assert key(40).count("size") == 2
+
+
+def test_a_function_of_a_whole_tensor() -> None:
+    """`(2 * table)[h]` is computed before it is read."""
+    table = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    q, k, v = leaves = inputs((20, 30))
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * (2 * table)[h]
+
+    got = flex_attention(q, k, v, mod, return_lse=True)
+    assert_same(got, expected(q, k, v, mod, None), [*leaves, table])  # type: ignore[arg-type]
 
 
 # --- Score functions ---

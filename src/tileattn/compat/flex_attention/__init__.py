@@ -7,7 +7,8 @@ The names and signatures are those of the installed PyTorch (2.11 to 2.13 were c
 - interface.py: :func:`flex_attention` and the checks of its arguments.
 - lazy.py: :func:`create_block_mask`, whose blocks are computed only when something asks for them.
 - blocks.py: the mask of a BlockMask, for tileattn.
-- mods.py: ``and_masks``, ``or_masks``, ``noop_mask``, and PyTorch's mask and score functions for tileattn.
+- mods.py: ``and_masks``, ``or_masks``, ``noop_mask``, and the check of a function.
+- tracing.py: how tileattn traces mask and score functions.
 - kernel_options.py: which options are accepted without effect.
 """
 

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from ...variant.masks import FunctionMask, Mask
 from ...variant.row_numbers import BlockBounds
 from .lazy import LazyBlockMask
-from .mods import by_row, is_noop, mask_of_function, traceable_mask
+from .mods import is_noop
+from .tracing import by_row, mask_of_function, traceable_mask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2
 # What PyTorch puts in place of the mask_mod of a BlockMask that is indexed.

@@ -18,7 +18,8 @@ from ...runtime.context_parallel import refuse_shards
 from ...runtime.run import autocast
 from .blocks import mask_of
 from .kernel_options import check_kernel_options
-from .mods import check_mod, score_of_function
+from .mods import check_mod
+from .tracing import score_of_function
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
