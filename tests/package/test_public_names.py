@@ -49,6 +49,8 @@ PATHS = {
     "compat.flash_attn.ops.triton.rotary": "apply_rotary",
     "compat.flash_attn.modules.mha": "FlashSelfAttention FlashCrossAttention",
     "compat.torch_sdpa": "Handle",
+    "compat.flex_attention": "flex_attention create_block_mask create_mask BlockMask AuxRequest AuxOutput "
+    "FlexKernelOptions and_masks or_masks noop_mask",
     "compat.vllm": "load_plugin register",
     "compat.sglang": "register",
     "bench.results": "load begin",
