@@ -72,6 +72,6 @@ def test_the_existing_code_computes_attention_within_sequences() -> None:
 def test_the_pages_python_runs() -> None:
     page = (EXAMPLES.parent / "docs" / "compat.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, {})
