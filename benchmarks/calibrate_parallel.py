@@ -217,13 +217,13 @@ def measure(sizes: Sizes, out: Path | None, commit: str | None) -> None:
     found = calibrate(sizes, device)
     if dist.get_rank() == 0:
         run = results.begin(device, commit, COMMAND)
-        origin = {key: getattr(run, key) for key in ("device", "gpu", "versions", "commit", "date", "command")}
+        origin = {"device": run.device, **results.origin(run)}
         content = {"format": FORMAT, **origin, "ranks": dist.get_world_size(), **found}
         path = out or RESULTS / "parallel"
         if not path.suffix:
             path /= f"calibration-{short_name(run.gpu, device)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        results.write(content, path)
         for name, value in found["topology"].items():
             print(f"{name:9} {value:.4g}")
         print(f"{path}, in {time.perf_counter() - begin:.0f} s")

@@ -10,7 +10,6 @@ and cuDNN are PyTorch's function with that kernel forced; tensors are given in t
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -236,9 +235,8 @@ def table(rows: list[Row]) -> Table:
 def save(rows: list[Row], settings: Settings, commit: str | None, path: Path) -> None:
     """Writes the rows with device, versions, commit and date, as in files of `tileattn bench`."""
     run = results.begin(torch.device(settings.device), commit, " ".join(["small_calls.py", *sys.argv[1:]]))
-    origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
-    content = {**origin, "settings": settings._asdict(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    content = {**results.origin(run), "settings": settings._asdict(), "rows": [asdict(row) for row in rows]}
+    results.write(content, path)
 
 
 def main(

@@ -11,7 +11,6 @@ There is one model, with random weights; the attentions take turns, in one proce
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -189,10 +188,10 @@ def save(script: str, rows: Sequence[Any], settings: Any, commit: str | None, pa
     import transformers
 
     run = results.begin(torch.device(settings.device), commit, " ".join([script, *sys.argv[1:]]))
-    origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
+    origin = results.origin(run)
     origin["versions"] = {**run.versions, "transformers": transformers.__version__}
     content = {**origin, "settings": asdict(settings), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    results.write(content, path)
 
 
 def main(

@@ -11,7 +11,6 @@ The picture needs matplotlib: `pip install "tileattn[plot]"`.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -281,9 +280,8 @@ def table(speeds: list[Speed]) -> Table:
 def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None, path: Path) -> None:
     """Writes the rows with their settings, device, versions, commit and date, as in files of `tileattn bench`."""
     run = results.begin(torch.device(settings.device), commit, " ".join(["train_gpt.py", *sys.argv[1:]]))
-    origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
-    content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    content = {**results.origin(run), "settings": asdict(settings), "rows": [asdict(each) for each in rows]}
+    results.write(content, path)
 
 
 # --- Command line ---

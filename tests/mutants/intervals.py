@@ -133,20 +133,17 @@ MUTANTS: list[Mutant] = [
         PACKAGE + "tiles.py",
         SOUND,
         {
-            "intervals: half of a tile decides": (
-                "least, greatest = kinds.amin(1), kinds.amax(1)\n",
-                "least, greatest = kinds[:, :2].amin(1), kinds[:, :2].amax(1)\n",
-            ),
+            "intervals: half of a tile decides": ("return common(kinds, 1)\n", "return common(kinds[:, :2], 1)\n"),
         },
     ),
     *mutants(
         "kernels/torch/visits.py",
         VISITS,
         {
-            "visits: one head decides": ("    kinds = _common(kinds, 1)\n", "    kinds = kinds[:, 0]\n"),
+            "visits: one head decides": ("    kinds = common(kinds, 1)\n", "    kinds = kinds[:, 0]\n"),
             "visits: one batch element decides": ("if bool((kinds == kinds[:1]).all()) else", "if True else"),
             "visits: the first rows of a block decide": (
-                "return _common(kinds.unflatten(1, (-1, rows)), 2)",
+                "return common(kinds.unflatten(1, (-1, rows)), 2)",
                 "return kinds.unflatten(1, (-1, rows))[:, :, 0]",
             ),
             "visits: mixed cells are whole": (

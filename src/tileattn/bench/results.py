@@ -151,6 +151,11 @@ def begin(device: torch.device, commit: str | None, command: str, direction: str
     )
 
 
+def origin(results: Results) -> dict[str, Any]:
+    """Where a run's figures come from, for the files of scripts that have rows of their own."""
+    return {key: getattr(results, key) for key in ("gpu", "versions", "commit", "date", "command")}
+
+
 def save(results: Results, path: Path) -> None:
     """Writes the file atomically, so that a killed run leaves the last complete one."""
     write({"format": FORMAT, **asdict(results)}, path)

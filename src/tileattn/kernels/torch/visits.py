@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...variant.evaluated import EvaluatedMask
 from ...variant.expression import has_symbol
-from ...variant.intervals.tiles import Kind, grid, tile_kinds, traced
+from ...variant.intervals.tiles import Kind, common, grid, tile_kinds, traced
 from ...variant.masks import And, Mask, Or
 from .mask import KeyRange, ScoreMatrix, Stretch, key_ranges
 
@@ -69,14 +69,8 @@ def _kinds(matrix: ScoreMatrix, mask: Mask, block_M: int) -> Tensor:
     h: Any = matrix.arange(slice(0, matrix.heads))[:, None, None] if has_symbol(allows, "h") else 0
     kinds = tile_kinds(allows, values, q, k, b, h)
     kinds = kinds.reshape(-1, *kinds.shape[-3:]) if kinds.dim() > 2 else kinds[None, None]
-    kinds = _common(kinds, 1)
+    kinds = common(kinds, 1)
     return kinds[:1] if bool((kinds == kinds[:1]).all()) else kinds
-
-
-def _common(kinds: Tensor, dim: int) -> Tensor:
-    """The kind of what consists of cells along a dimension."""
-    least, greatest = kinds.amin(dim), kinds.amax(dim)
-    return torch.where(least == greatest, least, Kind.MIXED)
 
 
 def _pooled(kinds: Tensor, rows: int) -> Tensor:
@@ -85,7 +79,7 @@ def _pooled(kinds: Tensor, rows: int) -> Tensor:
         return kinds
     more = -kinds.shape[1] % rows
     kinds = torch.cat([kinds, kinds[:, -1:].expand(-1, more, -1)], dim=1)
-    return _common(kinds.unflatten(1, (-1, rows)), 2)
+    return common(kinds.unflatten(1, (-1, rows)), 2)
 
 
 def _runs(kinds: Tensor) -> list[list[tuple[int, int, int]]]:

@@ -106,7 +106,12 @@ def _cut(allows: Any, values: dict[str, Any], boxes: list[Tensor], b: Tensor, h:
         again = unclear[:, None] & (kinds == Kind.MIXED)
         parts = [end.expand(shape)[again] for end in (*q, *k)]
         kinds[again] = _cut(allows, values, parts, b.expand(shape)[again], h.expand(shape)[again], cuts - 1)
-    least, greatest = kinds.amin(1), kinds.amax(1)
+    return common(kinds, 1)
+
+
+def common(kinds: Tensor, dim: int) -> Tensor:
+    """The kind of what consists of tiles along a dimension."""
+    least, greatest = kinds.amin(dim), kinds.amax(dim)
     return torch.where(least == greatest, least, Kind.MIXED).to(torch.int8)
 
 

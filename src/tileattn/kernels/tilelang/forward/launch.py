@@ -29,7 +29,7 @@ from .space import forward_space, tuned_config
 ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
 USUAL_ROWS = 128  # of a tile of queries
 FEWEST_CAUSAL = 4  # heads under a causal mask, whatever the L2 cache holds
-FEWEST_KV_HEADS = 4  # the same under other masks, whose rows see fewer keys than the cache must hold
+FEWEST_KV_HEADS = 4  # the same of kv heads under other masks, whose rows see some of the keys only
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
@@ -172,8 +172,8 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
     if program(call.variant).allows is None and _shared_bytes_per_score(call) * seqlen_q * seqlen_k <= L2_BYTES:
         fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
     else:
-        fewest = -(-FEWEST_CAUSAL // group) if call.variant == CAUSAL else FEWEST_KV_HEADS
-        fitting = min(max(L2_BYTES // bytes_per_kv_head, fewest), 16)
+        least = -(-FEWEST_CAUSAL // group) if call.variant == CAUSAL else FEWEST_KV_HEADS  # of kv heads
+        fitting = min(max(L2_BYTES // bytes_per_kv_head, least), 16)
     allowed = [d for d in divisors(pairs) if pairs // d <= MAX_GRID]
     side = max((d for d in allowed if d <= fitting * group), default=allowed[0])
     if call.variant == CAUSAL and seqlen_k < 2 * seqlen_q:
