@@ -41,6 +41,8 @@ MUTANTS: list[Mutant] = [
             ),
             "shares: a tile's time on all slots together": ("flops * slots / (", "flops / ("),
             "shares: whole groups in tiles of shares": ("if whole is None else whole", "if whole else 0.0"),
+            "shares: long walks cost no more": ("* (1 + self.crowding * max(heads - self.walk, 0))", ""),
+            "shares: blocks drift apart without a mask": ("crowding if causal and not narrow else 0.0", "crowding"),
             "shares: a block waits for the slot that is free last": ("free[0] + time", "max(free) + time"),
         },
     ),

@@ -54,7 +54,7 @@ def test_28_heads_over_4_at_3072_tokens() -> None:
     assert predicted(groups, 7, SLOTS, FREE) == 24 * 6
     assert best_shares(groups, SLOTS, 3, FREE) == 3
     assert best_shares(groups, SLOTS, 2, FREE) == 1  # nothing gained
-    assert best_shares(groups, SLOTS, 3, costs_of(128, 128, 64, 64, SLOTS)) == 3
+    assert best_shares(groups, SLOTS, 3, costs_of(128, 128, 64, 64, SLOTS, False)) == 3
 
 
 def test_6_heads_over_1() -> None:
@@ -62,7 +62,7 @@ def test_6_heads_over_1() -> None:
     groups = Groups(1, 1, 6, visible_tiles(4096, 4096, 64, 128, False))
     assert predicted(groups, 1, SLOTS, FREE) == 64 * 6
     assert predicted(groups, 3, SLOTS, FREE) == 64 * 2
-    assert best_shares(groups, SLOTS, 3, costs_of(64, 128, 128, 128, SLOTS)) == 3
+    assert best_shares(groups, SLOTS, 3, costs_of(64, 128, 128, 128, SLOTS, False)) == 3
 
 
 def test_the_cost_of_adding_shares_may_exceed_what_they_save() -> None:
@@ -88,19 +88,31 @@ def test_where_a_split_gains_nothing_there_is_none(
 ) -> None:
     tiles = visible_tiles(seqlen, seqlen, 80, 128, causal)
     groups = Groups(batch, kv_heads, group, tiles, lambda shares: batch * kv_heads * shares if causal else 1)
-    assert best_shares(groups, SLOTS, max(group // 2, 1), costs_of(80, 128, 128, 128, SLOTS)) == 1
+    assert best_shares(groups, SLOTS, max(group // 2, 1), costs_of(80, 128, 128, 128, SLOTS, causal)) == 1
 
 
 def test_costs_scale_with_tiles_and_slots() -> None:
     """Seconds: 128 queries by 128 keys at D64 are 10.5 MFLOP, of which a slot has its part of the speed."""
-    costs = costs_of(128, 128, 64, 64, SLOTS)
+    costs = costs_of(128, 128, 64, 64, SLOTS, False)
     assert costs.tile == pytest.approx(2 * 128 * 128 * 5 * 64 / (565e12 / SLOTS))
-    assert costs_of(64, 128, 64, 64, SLOTS).tile == pytest.approx(costs.tile / 2)
-    assert costs_of(128, 128, 128, 128, SLOTS).tile == pytest.approx(2 * costs.tile * 565 / 640)
+    assert costs_of(64, 128, 64, 64, SLOTS, False).tile == pytest.approx(costs.tile / 2)
+    assert costs_of(128, 128, 128, 128, SLOTS, False).tile == pytest.approx(2 * costs.tile * 565 / 640)
     assert costs.add == 2 * costs.store == pytest.approx(128 * 128 * 4 / 1.45e12)
     groups = Groups(1, 1, 2, (3,))
     assert predicted(groups, 1, 1, Costs(tile=2, start=10, split_start=20)) == 10 + 2 * 3 * 2
     assert predicted(groups, 2, 1, Costs(tile=2, start=10, split_start=20)) == 2 * (20 + 3 * 2)
+
+
+def test_long_walks_under_a_causal_mask_cost_more() -> None:
+    """Of 8 heads, each takes 1.15 times as long if one block walks over all, and 1 time if two blocks share them."""
+    costs = costs_of(64, 128, 128, 128, SLOTS, True)
+    assert costs.of_walk(8, 10) == pytest.approx(80 * 1.15 * costs.tile)
+    assert costs.of_walk(4, 10) == 40 * costs.tile
+    assert costs_of(64, 128, 128, 128, SLOTS, False).of_walk(8, 10) == 80 * costs.tile
+    assert costs_of(128, 128, 64, 64, SLOTS, True).of_walk(8, 10) == pytest.approx(80 * costs.tile * 640 / 565)
+    across_lines = costs_of(64, 128, 112, 112, SLOTS, True)
+    assert across_lines.of_walk(8, 10) == pytest.approx(80 * 1.36 * across_lines.tile)
+    assert across_lines.of_walk(2, 10) == 20 * across_lines.tile
 
 
 def test_a_kernel_without_shares_may_have_other_tiles() -> None:

@@ -53,6 +53,27 @@ def test_calls_that_leave_multiprocessors_idle_are_split() -> None:
     assert of(call_of(mask=Causal()), 1, 4096, 8, 1) > 1
 
 
+@pytest.mark.parametrize(
+    ("dim", "batch", "seqlen", "heads", "kv_heads", "shares"),
+    [
+        (128, 1, 4096, 64, 8, 2),
+        (128, 2, 8192, 64, 8, 2),
+        (128, 1, 16384, 64, 8, 2),
+        (128, 4, 4500, 28, 4, 2),
+        (96, 2, 8192, 32, 4, 2),
+        (112, 2, 8192, 64, 8, 4),
+        (128, 1, 12000, 40, 8, 1),  # groups of 5 and 4
+        (128, 2, 8192, 32, 8, 1),
+        (64, 2, 8192, 64, 8, 1),
+    ],
+)
+def test_large_groups_under_a_causal_mask_are_split(
+    dim: int, batch: int, seqlen: int, heads: int, kv_heads: int, shares: int
+) -> None:
+    """As measured, benchmarks/results/backward/groups-h100.txt: the fastest number of shares, or one as fast."""
+    assert of(call_of(dim, Causal()), batch, seqlen, heads, kv_heads) == shares
+
+
 def test_only_calls_whose_tiles_the_model_knows_are_split() -> None:
     sizes = (1, 3072, 28, 4)
     assert of(call_of(mask=SlidingWindow(100, 0)), *sizes) == 1

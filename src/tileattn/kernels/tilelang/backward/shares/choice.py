@@ -98,9 +98,10 @@ def _work(
     def side_by_side(shares: int) -> int:
         return kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads)
 
-    tiles = visible_tiles(q_shape[1], k_shape[1], config.block_M, config.block_N, forward.variant == CAUSAL)
+    causal = forward.variant == CAUSAL
+    tiles = visible_tiles(q_shape[1], k_shape[1], config.block_M, config.block_N, causal)
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
-    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots)
+    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, causal)
 
 
 def _multiprocessors() -> int:

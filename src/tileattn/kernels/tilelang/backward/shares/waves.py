@@ -5,6 +5,10 @@ runs a fixed number of blocks at a time, its *slots*. With few kv heads the last
 on 132 slots use 0.73 of the GPU. If several blocks share a group's heads, there are more blocks, each shorter. But each
 share writes float32 parts of dk and dv, which another kernel adds up.
 
+Under a causal mask long walks cost more than their tiles. Blocks that start together visit different numbers of tiles
+of each head, so they drift apart, and the more heads they walk over, the fewer of their reads find what another block
+has just brought into the L2 cache.
+
 Times are in seconds, or in any other unit that :class:`Costs` has. Nothing here needs a GPU.
 """
 
@@ -21,6 +25,11 @@ NARROW = 64
 WHOLE_START, SPLIT_START = 1, 2  # tiles' time before and after a block's loop: K and V come, dk and dv (or parts) go
 BANDWIDTH = 1.45e12  # bytes per second that the kernel for the sums reads and writes
 LAUNCH_SECONDS = 5.5e-6  # that it takes beside its traffic
+# Under a causal mask: the heads over which a block walks at full speed, and what part of a tile's time each further head
+# adds. From 15 shapes on an H100 (benchmarks/results/backward/groups-h100.txt). Head dims up to 64, whose tiles are half
+# as large, gained under 4 % by shorter walks. At 112, rows of 224 bytes begin anywhere in lines of the cache.
+WALK, CROWDING = 5, 0.05
+ACROSS_LINES = {112: (2, 0.06)}
 # A split must be predicted to save something: it takes memory.
 WORTHWHILE = 0.98
 # With more waves than this the last one matters little.
@@ -38,6 +47,8 @@ class Costs:
         launch: of the kernel that adds up the shares.
         add: of reading a tile of keys' part of dk and dv, for one share.
         store: of writing the sum of a tile of keys.
+        walk: the heads over which a block walks at full speed.
+        crowding: the part of its time by which a tile takes longer for each head more.
     """
 
     tile: float = 1.0
@@ -46,6 +57,12 @@ class Costs:
     launch: float = 0.0
     add: float = 0.0
     store: float = 0.0
+    walk: int = 1
+    crowding: float = 0.0
+
+    def of_walk(self, heads: int, tiles: int) -> float:
+        """The time of a block's tiles of queries, of `heads` heads with `tiles` tiles each."""
+        return heads * tiles * self.tile * (1 + self.crowding * max(heads - self.walk, 0))
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,12 @@ class Groups:
     side_by_side: Callable[[int], int] = lambda shares: 1
 
 
-def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: int) -> Costs:
+def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: int, causal: bool) -> Costs:
     """The costs of a call's kernels in seconds, from the speeds above."""
+    walk, crowding = ACROSS_LINES.get(head_dim, (WALK, CROWDING))
     flops = 2 * block_M * block_N * (3 * head_dim + 2 * head_dim_v)
-    tile = flops * slots / (NARROW_FLOPS if max(head_dim, head_dim_v) <= NARROW else WIDE_FLOPS)
+    narrow = max(head_dim, head_dim_v) <= NARROW
+    tile = flops * slots / (NARROW_FLOPS if narrow else WIDE_FLOPS)
     elements = block_N * (head_dim + head_dim_v)
     return Costs(
         tile=tile,
@@ -80,6 +99,8 @@ def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: 
         launch=LAUNCH_SECONDS,
         add=4 * elements / BANDWIDTH,
         store=2 * elements / BANDWIDTH,
+        walk=walk,
+        crowding=crowding if causal and not narrow else 0.0,
     )
 
 
@@ -136,7 +157,7 @@ def _blocks(groups: Groups, shares: int, costs: Costs) -> Iterator[float]:
     for first in range(0, len(pairs), side):
         for tiles in groups.tiles:
             for heads in pairs[first : first + side]:
-                yield start + heads * tiles * costs.tile
+                yield start + costs.of_walk(heads, tiles)
 
 
 def finish_time(blocks: Iterable[float], slots: int) -> float:
