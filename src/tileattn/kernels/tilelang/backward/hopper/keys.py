@@ -28,7 +28,8 @@ stores it, or adds it to float32 sums if heads or batch elements share the bias.
 neighbours in the grid.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
-tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads.
+tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. Windows and documents
+hide scores there by a bit for each (query_words.py).
 
 Blocks start with the tiles of keys that most queries see under a causal mask. All sizes and strides are run-time
 values. Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which

@@ -6,9 +6,9 @@ columns of queries.
 
 A mask tells which queries can see a key (`q_range`), and which see it for certain (`full_q_range`). Where both are the
 same for a single key, they are the key's range. The bounds of windows are the same for every key, and take a few
-instructions (query_range.py): they are computed in each masked tile. Those of documents are loaded and compared once for
-a block's keys, and kept in shared memory: the registers are full. A warp that has a key with two answers, such as one of
-a document whose ids are not adjacent, evaluates the mask.
+instructions (query_range.py): they are computed in each masked tile. Those of documents are loaded and compared once
+for a block's keys, and kept in shared memory: the registers are full. A warp that has a key with two answers, such as
+one of a document whose ids are not adjacent, evaluates the mask.
 """
 
 from __future__ import annotations
