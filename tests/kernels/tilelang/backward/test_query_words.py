@@ -41,8 +41,14 @@ ADJACENT = torch.tensor([7] * 11 + [-2] * 3 + [5] * 17 + [9] * 9)
 def value_of(expr: Any) -> int:
     """The value of an expression of constants, not all of which TVM folds."""
     names = SimpleNamespace(
-        **{"bool": bool, "int32": int, "int64": int, "min": min, "max": max},
-        **{"bitwise_or": operator.or_, "bitwise_and": operator.and_, "shift_left": operator.lshift},
+        bool=bool,
+        int32=int,
+        int64=int,
+        min=min,
+        max=max,
+        bitwise_or=operator.or_,
+        bitwise_and=operator.and_,
+        shift_left=operator.lshift,
         if_then_else=lambda condition, x, y: x if condition else y,
         Cast=lambda dtype, value: int(value),
     )
