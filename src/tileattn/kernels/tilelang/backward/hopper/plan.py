@@ -41,10 +41,8 @@ class TilePlan(BackwardPlan):
         copied, copied_dtype: the tile load (of a bias, say) whose tiles are copied, and its dtype; or None.
         copied_once: whether only one block reads each of these tiles, so that the L2 cache need not keep them.
         tile_in_registers: whether these tiles are loaded to registers.
-        mask_words: whether masked tiles hide scores by a bit for each (query_words.py).
     """
 
-    mask_words = False
     keys_first: bool  # whether the rows of a tile of scores are keys
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
