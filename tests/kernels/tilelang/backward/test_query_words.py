@@ -122,7 +122,7 @@ def test_one_range_of_queries_sees_a_key(name: str, seqlen_q: int) -> None:
 def test_keys_that_no_single_range_sees() -> None:
     """Ids in any order; of two documents, one of them in one piece; padding within the kept keys."""
     pieces = torch.tensor([1] * 10 + [2] * 10 + [1] * 10 + [3] * 10)
-    cases = (
+    cases: tuple[tuple[Mask, list[int]], ...] = (
         (Documents(torch.arange(SEQLEN_K) % 3), []),
         (Documents(pieces), [*range(30, 40)]),
         (KeyPadding((torch.arange(SEQLEN_K) % 10 < 7)[None]), [*range(7), *range(37, 40)]),
@@ -184,7 +184,10 @@ def test_which_calls_hide_by_words() -> None:
         make_call(IDS, dropout=True),
         make_call(FunctionMask(lambda b, h, q, k: (q + k) % 3 != 0)),
     )
-    assert not any(default(backward_of(call)).mask_words for call in others)
+    for call in others:
+        config = default(backward_of(call))
+        assert isinstance(config, HopperBackwardConfig)
+        assert not config.mask_words
     no_mask = read_together(backward_of(make_call()))
     assert not HopperBackwardConfig(64, mask_words=True).is_valid(no_mask)
 
