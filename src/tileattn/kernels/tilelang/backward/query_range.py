@@ -27,5 +27,15 @@ def reads_memory(traced: Program) -> bool:
 
 
 def is_known(traced: Program) -> bool:
-    """Whether some keys' ranges may be known: there is a mask, and it says which queries see all of several keys."""
-    return traced.allows is not None and (is_exact(traced) or isinstance(traced.full_q_range[1], Expr))
+    """Whether some keys' ranges may be known: there is a mask, and it says which queries see all of several keys.
+
+    False for ranges with more than the one condition of `Documents`, such as those of `KeyPadding` and `PrefixLM`:
+    TileLang 0.1.15 takes minutes to lower them for single keys.
+    """
+    if traced.allows is None or _conditions(traced) > 1:
+        return False
+    return is_exact(traced) or isinstance(traced.full_q_range[1], Expr)
+
+
+def _conditions(traced: Program) -> int:
+    return sum(node.op == "where" for bound in (*traced.q_range, *traced.full_q_range) for node in nodes(bound))

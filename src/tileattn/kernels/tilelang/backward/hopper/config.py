@@ -109,7 +109,7 @@ class HopperBackwardConfig:
             and self.products(call) <= MAIN_PRODUCTS
             and self.block_M % 16 == 0
             and (not self.stores_first or self.ds_buffers == 2)
-            and (not self.mask_words or program(call.variant).allows is not None)
+            and (not self.mask_words or is_known(program(call.variant)))
             and self.tile_stages in ((0,) if program(call.variant).copied_tile is None else (0, 1, self.num_stages))
             and (not self.adds_dq or self.order(call).is_valid())
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
