@@ -34,7 +34,7 @@ def is_known(traced: Program) -> bool:
     """
     if traced.allows is None or _conditions(traced) > 1:
         return False
-    return is_exact(traced) or isinstance(traced.full_q_range[1], Expr)
+    return is_exact(traced) or (reads_memory(traced) and isinstance(traced.full_q_range[1], Expr))
 
 
 def _conditions(traced: Program) -> int:
