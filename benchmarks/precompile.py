@@ -233,6 +233,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.examples import test_serve_tiny
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
+    from tests.kernels.tilelang.backward import test_query_words_gpu
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
@@ -280,6 +281,8 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield from map(torch.enable_grad(), test_gpu_varlen_backward.calls())
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
+        with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
+            yield from map(torch.enable_grad(), test_query_words_gpu.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())
     with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())

@@ -17,6 +17,11 @@ OF_TENSORS = ("variant/test_tensor_gradients.py",)
 TILELANG = "kernels/tilelang/backward"
 EMULATED = ("kernels/tilelang/packed/test_backward_emulated.py::test_gradients",)
 PATTERN = ("kernels/tilelang/tile/test_dropout_emulated.py::test_both_passes",)
+WORDS = (
+    "kernels/tilelang/backward/test_query_words.py::test_one_range_of_queries_sees_a_key",
+    "kernels/tilelang/backward/test_query_words.py::test_keys_that_no_single_range_sees",
+    "kernels/tilelang/backward/test_query_words.py::test_what_is_told_by_expressions_alone",
+)
 RULES = ("variant/test_derivative.py",)
 
 MUTANTS: list[Mutant] = [
@@ -47,6 +52,30 @@ MUTANTS: list[Mutant] = [
             "torch: slopes where the mask hides": (
                 "through if forbidden is None else through.masked_fill(forbidden, 0.0)",
                 "through",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/hopper/query_words.py",
+        WORDS,
+        {
+            "tilelang, backward: a range that may see a key sees it": (
+                "((lo == certain_lo) & (hi == certain_hi)) | (hi <= lo)",
+                "(lo == lo) | (hi <= lo)",
+            ),
+            "tilelang, backward: queries of keys behind the last": (
+                "hi = T.if_then_else(k < visible.seqlen_k, hi, 0)",
+                "hi = T.if_then_else(k <= visible.seqlen_k, hi, 0)",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/query_range.py",
+        WORDS,
+        {
+            "tilelang, backward: ranges that differ by key are exact": (
+                "of_one_key(traced.q_range) == of_one_key(traced.full_q_range)",
+                "len(of_one_key(traced.q_range)) == len(of_one_key(traced.full_q_range))",
             ),
         },
     ),

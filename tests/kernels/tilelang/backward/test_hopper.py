@@ -42,6 +42,8 @@ CALLS = {
     "plain-128": backward_of(make_call()),
     "causal-128": backward_of(make_call(Causal())),
     "window-128": backward_of(make_call(SlidingWindow(5, 0))),
+    "documents-96": backward_of(make_call(IDS, dim=96)),
+    "documents-64": backward_of(make_call(IDS & Causal(), dim=64)),
     "documents-128": backward_of(make_call(IDS & Causal())),
     "softcap-128": backward_of(make_call(Causal(), SoftCap(30.0))),
     "alibi-128": backward_of(make_call(Causal(), ALiBi(SLOPES))),

@@ -17,6 +17,7 @@ from .....variant.tile_loads import TileLoad
 from ...architecture import ARCHITECTURES, padded_finely
 from ...tile.steady import is_uniform
 from ..operand_gradients import ADDED, BY_KEY, STORED, Path
+from ..query_range import is_known
 from ..slopes import slope_program
 from .dq_order import RegisterOrder
 
@@ -46,6 +47,7 @@ class HopperBackwardConfig:
         adders: warps that add up dq: 1 for both warpgroups' halves, or one for each of the 2.
         stores_first: whether dS is stored before dV's product is started.
         words: see :func:`matrices.store_matrices`.
+        mask_words: whether masked tiles hide scores by a bit for each (query_words.py).
     """
 
     block_M: int
@@ -59,6 +61,7 @@ class HopperBackwardConfig:
     adders: int = 1
     stores_first: bool = False
     words: bool = False
+    mask_words: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -79,7 +82,9 @@ class HopperBackwardConfig:
         return program(call.variant).copied_tile if self.tile_stages else None
 
     def shared_bytes(self, call: AttentionCall) -> int:
-        """Shared memory of one block: K, V; the stages of Q, dO, lse2, delta; tiles; dS; dq's sums; barriers."""
+        """Shared memory of one block: K, V; the stages of Q, dO, lse2, delta; tiles; dS; dq's sums; keys' ranges of
+        queries; barriers.
+        """
         head_dim, head_dim_v = padded_finely(call.head_dim), padded_finely(call.head_dim_v)
         keys = 2 * self.block_N * (head_dim + head_dim_v)
         queries = self.num_stages * (2 * self.block_M * (head_dim + head_dim_v) + 8 * self.rows_apart)
@@ -87,7 +92,8 @@ class HopperBackwardConfig:
         copied = self.copied(call)
         per_score = 0 if copied is None else self.tile_stages * copied[1].itemsize + self.gradient_bytes
         tiles = self.block_M * self.block_N * per_score
-        return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
+        ranges = 8 * self.block_N if self.mask_words else 0
+        return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + ranges + 1024
 
     def products(self, call: AttentionCall) -> int:
         """Registers per thread for dK, dV, S, dP, and P in 16 bits."""
@@ -103,6 +109,7 @@ class HopperBackwardConfig:
             and self.products(call) <= MAIN_PRODUCTS
             and self.block_M % 16 == 0
             and (not self.stores_first or self.ds_buffers == 2)
+            and (not self.mask_words or is_known(program(call.variant)))
             and self.tile_stages in ((0,) if program(call.variant).copied_tile is None else (0, 1, self.num_stages))
             and (not self.adds_dq or self.order(call).is_valid())
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
@@ -229,6 +236,7 @@ def hopper_preferences(
         yield from _wide(call, paths)
         return
     for config in _narrow(call, paths):
+        config = dataclasses.replace(config, mask_words=hides_by_words(call))
         yield from _with_tiles(call, paths, config if adds_dq else dataclasses.replace(plainest(config), ds_buffers=0))
 
 
@@ -280,6 +288,15 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
         # Evaluating other masks takes registers; packed sequences are mostly short (see `short_default`).
         yield HopperBackwardConfig(80, **_exchange(call))
     yield HopperBackwardConfig(64)
+
+
+def hides_by_words(call: AttentionCall) -> bool:
+    """Whether masked tiles hide scores by a bit for each: in windows, documents and the like, without modifications.
+
+    A causal mask alone takes one comparison for each score, and gains nothing (docs/design/masked-tiles.md).
+    """
+    traced = program(call.variant)
+    return call.variant != CAUSAL and traced.score is None and not call.dropout and is_known(traced)
 
 
 def _exchange(call: AttentionCall) -> dict[str, Any]:

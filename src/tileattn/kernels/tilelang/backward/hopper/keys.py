@@ -28,7 +28,8 @@ stores it, or adds it to float32 sums if heads or batch elements share the bias.
 neighbours in the grid.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
-tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads.
+tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. Windows and documents
+hide scores there by a bit for each (query_words.py).
 
 Blocks start with the tiles of keys that most queries see under a causal mask. All sizes and strides are run-time
 values. Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
@@ -48,6 +49,7 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
+from ...tile.key_words import layouts
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -66,7 +68,7 @@ from .copied_tile import (
     write_out_gradient,
 )
 from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
-from .loads import first_head, head_count, load_keys, load_rows, tiles_of_head
+from .loads import copy_keys, copy_rows, first_head, head_count, load_keys, load_rows, tiles_of_head
 from .plan import (
     BATCH,
     DQ_PARITY,
@@ -83,37 +85,10 @@ from .plan import (
     allocate,
 )
 from .products import await_product, multiply_transposed
+from .query_words import find_ranges
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities
 from .stages import release
-
-# --- The warps of the producer warpgroup, which have few registers ---
-
-
-@T.macro
-def copy_keys(plan, arg, w, k_b, v_b):
-    """Copies K and V."""
-    key, kv_h = w.task[KEY], w.task[KV_HEAD]
-    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
-    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
-
-
-@T.macro
-def copy_rows(plan, w, source, tiles, head_dim, of_rows, rows, ready, at):
-    """Copies a tile of Q with lse2, or of dO with delta."""
-    T.tma_copy(
-        source[at.b, at.row : at.row + plan.block_M, at.h, 0:head_dim],
-        tiles[at.stage, :, :],
-        barrier=ready[at.stage],
-    )
-    T.tma_copy(
-        of_rows[w.task[BATCH], at.h, at.row : at.row + plan.block_M],
-        rows[at.stage, 0 : plan.block_M],
-        barrier=ready[at.stage],
-    )
-
-
-# --- The consumer warpgroups ---
 
 
 @T.macro
@@ -286,10 +261,14 @@ def consume(plan, arg, w):
     for i in T.unroll(3):
         w.at[i] = 0
     w.at[DQ_PARITY] = 1  # a fresh barrier lets this parity pass
+    if plan.keeps_ranges and not w.visible.differ_by_head:
+        find_ranges(w, 0)
     T.barrier_wait(w.kv_ready[0], 0)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
         find_rows(plan, w, h)
+        if plan.keeps_ranges and w.visible.differ_by_head:
+            find_ranges(w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
         if plan.call.dropout:
@@ -390,7 +369,7 @@ def body(
             if plan.split:
                 take_share(arg, w)
             w.task[KEY] = at.uniform(T.truncdiv(mine.place, mine.side) * plan.block_N)
-            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M), **layouts(w.query_words)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if at.exists:

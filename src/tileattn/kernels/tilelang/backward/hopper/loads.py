@@ -19,6 +19,29 @@ def load_keys(arg, w, copy):
 
 
 @T.macro
+def copy_keys(plan, arg, w, k_b, v_b):
+    """Copies K and V."""
+    key, kv_h = w.task[KEY], w.task[KV_HEAD]
+    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
+    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
+
+
+@T.macro
+def copy_rows(plan, w, source, tiles, head_dim, of_rows, rows, ready, at):
+    """Copies a tile of Q with lse2, or of dO with delta."""
+    T.tma_copy(
+        source[at.b, at.row : at.row + plan.block_M, at.h, 0:head_dim],
+        tiles[at.stage, :, :],
+        barrier=ready[at.stage],
+    )
+    T.tma_copy(
+        of_rows[w.task[BATCH], at.h, at.row : at.row + plan.block_M],
+        rows[at.stage, 0 : plan.block_M],
+        barrier=ready[at.stage],
+    )
+
+
+@T.macro
 def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
     """Loads Q with lse2, or dO with delta, tile by tile, as stages become free.
 

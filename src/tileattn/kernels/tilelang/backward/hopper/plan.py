@@ -11,9 +11,11 @@ from .....call.facts import AttentionCall
 from .....variant.program import Program
 from ...architecture import padded_finely
 from ...tile.hopper import WARP, WARPGROUP, slices
+from ...tile.key_words import alloc_words
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
 from ..plan import BackwardPlan
+from ..query_range import is_exact, reads_memory
 from ..visible import Viewers
 from .config import CONSUMERS, HopperBackwardConfig, leaving
 from .dq_order import COLUMNS
@@ -71,6 +73,7 @@ class KeysPlan(TilePlan):
         adds_dq: whether this kernel adds up dq.
         order: the order of dq's sums.
         sum_rows: the rows of 256 sums in a tile.
+        keeps_ranges: whether the queries' range of each key is kept in shared memory for `mask_words`.
     """
 
     keys_first = True
@@ -90,6 +93,8 @@ class KeysPlan(TilePlan):
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
         self.sum_rows = self.order.size // COLUMNS
+        self.mask_words = config.mask_words
+        self.keeps_ranges = config.mask_words and (reads_memory(traced) or not is_exact(traced))
 
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see tile/hopper.py."""
@@ -186,6 +191,10 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
         scores=tile.score_tile(
             plan, arg, emit, visible, plan.score_tile, keys_first=True, lengths=(arg.seqlen_q, arg.seqlen_k)
         ),
+        # [block_N, 4], a word for each of a thread's keys
+        query_words=alloc_words(*plan.score_tile) if plan.mask_words else [],
+        # [block_N, 2]: of each key, the first row of queries that sees it, and the one behind the last
+        query_ranges=T.alloc_shared([plan.block_N, 2], "int32", scope="shared") if plan.keeps_ranges else None,
         eight=T.alloc_local([8], plan.dtype),
         at=T.alloc_local([4], "int32"),
         rows=RowsOfHead() if plan.call.packed else T.alloc_local([4], "int32"),

@@ -12,6 +12,7 @@ from ...tile import softmax
 from ...tile.hopper import WARP
 from ...tile.matrices import element
 from .. import tile
+from .query_words import hide_by_words
 
 
 @T.macro
@@ -21,7 +22,10 @@ def scores_to_probabilities(plan, w, scores, lse2):
     if plan.slopes is not None:
         tile.modify(w.acc_s, w.kept, scores)
     if scores.masked:
-        tile.hide(w.acc_s, scores)
+        if plan.mask_words:
+            hide_by_words(plan, w, scores)
+        else:
+            tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, lse2, c, scores)
 
 
