@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ALiBi",
     "Bias",
+    "BlockSparse",
     "CacheStep",
     "Causal",
     "DecodePlan",
@@ -34,6 +35,7 @@ __all__ = [
     "Unpadded",
     "append_kv",
     "attention",
+    "check_blocks",
     "check_caches",
     "check_packed",
     "decode",
@@ -83,6 +85,7 @@ if TYPE_CHECKING or not _is_command():
     from .call.fp8 import QuantizedFP8, quantize_fp8
     from .call.packed_status import check_packed
     from .masks import (
+        BlockSparse,
         Causal,
         Dilated,
         Documents,
@@ -95,6 +98,7 @@ if TYPE_CHECKING or not _is_command():
         PrefixLM,
         SlidingWindow,
         Strided,
+        check_blocks,
     )
     from .scores import ALiBi, Bias, ScoreMod, SoftCap
     from .tuner.session import tuning

@@ -28,6 +28,7 @@ from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
+from tileattn.variant.sparse.blocks import blocks_of, for_call
 from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
@@ -148,7 +149,11 @@ def variant_of(
         ValueError: the mask's tensors do not fit the lengths or have no such b or h.
     """
     normalized, _ = normalize(mask, None, causal)
-    key, operands = encode(normalized, ())
+    # A map is of any one batch element and head: as many as the blocks have, and query heads that share none.
+    shapes = [(max(b + 1, mask.blocks.shape[0]), max(h + 1, mask.blocks.shape[1])) for mask in blocks_of(normalized)]
+    most, heads = (max(sizes) for sizes in zip(*shapes)) if shapes else (1, 1)
+    in_call = for_call(normalized, lambda: (most, heads, heads, seqlen_q, seqlen_k), lambda: seqlen_k - seqlen_q)
+    key, operands = encode(in_call, ())
     traced = program(key)
     batch, heads = _count("b", b, "batch elements", traced, operands), _count("h", h, "heads", traced, operands)
     if normalized is not None:
