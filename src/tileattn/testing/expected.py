@@ -85,7 +85,7 @@ class _Sequence:
             q=own["dq"],
             k=own["dk"],
             v=own["dv"],
-            mask=None if arguments.mask is None else _numbered(_in_call(arguments, *lengths), number),
+            mask=_numbered(_in_call(arguments, *lengths), number),
             score_mods=tuple(of_sequence(mod, number, *lengths) for mod in arguments.score_mods),
             packed=None,
         )
@@ -122,9 +122,9 @@ def _in_call(arguments: Arguments, rows: int, keys: int) -> Mask | None:
     )
 
 
-def _numbered(mask: Mask, number: int) -> Mask:
+def _numbered(mask: Mask | None, number: int) -> Mask | None:
     """The mask as that of one sequence, whose number in a dense call is 0."""
-    return FunctionMask(lambda b, h, q, k: mask.allows(b + number, h, q, k))
+    return mask and FunctionMask(lambda b, h, q, k: mask.allows(b + number, h, q, k))
 
 
 def of_sequence(mod: Callable[..., Any], number: int, rows: int, keys: int) -> Callable[..., Any]:

@@ -63,8 +63,8 @@ def _report(wrong: Tensor, lists: Tensor, columns: int) -> None:
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"BlockSparse: blocks must hold numbers in 0 .. {columns - 1} (ceil(seqlen_k / block_size) - 1), or -1, "
-                f"got {int(lists[tuple(at)])} at {tuple(at)}"
+                f"BlockSparse: blocks must hold numbers in 0 .. {columns - 1} (ceil(seqlen_k / block_size) - 1), or "
+                f"-1, got {int(lists[tuple(at)])} at {tuple(at)}"
             )
         return
     STATUS.raise_pending()

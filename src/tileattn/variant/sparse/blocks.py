@@ -209,7 +209,7 @@ def blocks_of(mask: Any) -> list[BlockSparse]:
 def _bound(mask: Any, sizes: CallSizes) -> Mask:
     if isinstance(mask, (And, Or)):
         return type(mask)(_bound(mask.x, sizes), _bound(mask.y, sizes))
-    return mask.in_call(sizes) if isinstance(mask, BlockSparse) else mask  # type: ignore[no-any-return]
+    return mask.in_call(sizes) if isinstance(mask, BlockSparse) else mask
 
 
 def for_tensors(mask: Mask | None, q: Tensor, k: Tensor) -> Mask | None:
