@@ -59,7 +59,7 @@ def _report(wrong: Tensor, lists: Tensor, columns: int) -> None:
     """Raises, or records, that numbers are out of range."""
     if _has_no_values(lists):
         return
-    if not lists.is_cuda:
+    if is_on_host(lists):
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             raise ValueError(
@@ -73,6 +73,11 @@ def _report(wrong: Tensor, lists: Tensor, columns: int) -> None:
     found = torch.where(wrong.flatten(1).any(1), number, 0).amax().reshape(1) if lists.shape[0] else status
     torch.maximum(status, found, out=status)
     STATUS.report(lists.device)
+
+
+def is_on_host(lists: Tensor) -> bool:
+    """Whether numbers can be read without waiting for a device."""
+    return not lists.is_cuda
 
 
 def _has_no_values(x: Any) -> bool:
