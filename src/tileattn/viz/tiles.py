@@ -28,7 +28,7 @@ from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
-from tileattn.variant.sparse.blocks import blocks_of, for_call
+from tileattn.variant.sparse.blocks import BlockSparse, blocks_of, for_call
 from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
@@ -174,7 +174,7 @@ def described(mask: Mask | None) -> str:
         )
     if isinstance(mask, FunctionMask):
         return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
-    if isinstance(mask, Neighborhood):
+    if isinstance(mask, (BlockSparse, Neighborhood)):
         return repr(mask)
     fields = [field for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
     values = ["..." if isinstance(x := getattr(mask, field.name), Tensor) else str(x) for field in fields]

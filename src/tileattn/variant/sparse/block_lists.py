@@ -21,7 +21,7 @@ STATUS = DeferredStatus(
 
 
 def check_blocks() -> None:
-    """Waits until the GPU has checked the lists of all calls with :class:`tileattn.BlockSparse` so far.
+    """Waits until the GPU has checked the lists of all `BlockSparse` masks so far, and raises if one was wrong.
 
     A call does not wait for the numbers in its lists. Without check_blocks, a later call with lists raises the error.
 
