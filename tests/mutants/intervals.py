@@ -8,6 +8,7 @@ RULES = ("variant/intervals/test_soundness.py::test_every_tile",)
 SOUND = ("variant/intervals/test_soundness.py",)
 VISITS = ("kernels/torch/test_visits.py",)
 PATTERNS = ("variant/test_patterns.py",)
+BLOCKS = ("variant/test_blocks.py",)
 PACKAGE = "variant/intervals/"
 
 MUTANTS: list[Mutant] = [
@@ -187,6 +188,34 @@ MUTANTS: list[Mutant] = [
             ),
             "images: text sees text": ("torch.where(images < 0, seqlen", "torch.where(images < -1, seqlen"),
             "images: of other documents": ("pair = number * (seqlen + 1) + ", "pair = 0 * number + "),
+        },
+    ),
+    *mutants(
+        "variant/sparse/blocks.py",
+        BLOCKS,
+        {
+            "blocks: rows are positions": ("(q - self._first(b)) // self.block_q", "q // self.block_q"),
+            "blocks: heads of another group": ("h if self.group is None else h // self.group", "h"),
+            "blocks: a range ends with its own row": (
+                ".cummin(-1).values.flip(-1), end.cummax(-1).values",
+                ".flip(-1), end",
+            ),
+            "blocks: the last block is the first": (
+                "count - bits.flip(dim).argmax(dim), 0)",
+                "bits.argmax(dim) + 1, 0)",
+            ),
+        },
+    ),
+    *mutants(
+        "variant/sparse/block_lists.py",
+        BLOCKS,
+        {
+            "block lists: numbers behind the count": (" < counts[..., None])", " <= counts[..., None])"),
+            "block lists: wrong numbers are the last": (
+                "torch.where(counted & inside, numbers, columns)",
+                "torch.where(counted, numbers.clamp(0, columns), columns)",
+            ),
+            "block lists: an error is forgotten": ("torch.maximum(status, found, out=status)", "status.copy_(found)"),
         },
     ),
     *mutants(

@@ -203,6 +203,35 @@ def test_rules_that_are_exact(rule: str) -> None:
     assert torch.equal(found, exact[0])
 
 
+TABLE = torch.tensor([5, 1, 4, 2, 8, 0, 7, 3, 6, 9], dtype=torch.int32)
+INDICES: dict[str, Callable[..., Any]] = {
+    "quotients": lambda q, k: q // 5,
+    "quotients of sums": lambda q, k: (q + k + 3) // 7,
+    "multiples": lambda q, k: 2 * k - q,
+    "remainders": lambda q, k: (q + 2) % 6,
+    "extremes": lambda q, k: tm.minimum(tm.maximum(q - 3, 0), k),
+    "nested": lambda q, k: TABLE[k] // 2,
+    "conditions": lambda q, k: (q > 7) + (k > 3),
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("tile", [1, 3, 4, 5])
+def test_loads_where_the_width_of_tiles_is_known(index: str, tile: int) -> None:
+    """All elements that a tile may read are among those that are looked at, and no others where one index is affine."""
+    case = rectangle(lambda b, h, q, k: TABLE[INDICES[index](q, k)] > 3, first=0, rows=20, columns=20)
+    for offset in range(tile):
+        first = torch.arange(offset, 20, tile)
+        last = (first + tile - 1).clamp(max=19)
+        q, k = Ends(first[:, None], last[:, None], (0, 19), tile - 1), Ends(first, last, (0, 19), tile - 1)
+        kinds = tile_kinds(case.expr, case.values, q, k)
+        shape = kinds.shape
+        exact = exact_kinds(case.allowed(), *(tuple(end.expand(shape) for end in ends[:2]) for ends in (q, k)))
+        assert not ((kinds != Kind.MIXED) & (kinds != exact)).any()
+        if index in ("quotients", "quotients of sums"):
+            assert torch.equal(kinds, exact)
+
+
 def test_a_table_that_is_written_in_place_is_read_again() -> None:
     limits = torch.zeros(8, dtype=torch.int32)
     case = rectangle(lambda b, h, q, k: k < limits[q], first=0, rows=8, columns=8)
