@@ -35,6 +35,7 @@ __all__ = [
     "Unpadded",
     "append_kv",
     "attention",
+    "block_mask",
     "check_blocks",
     "check_caches",
     "check_packed",
@@ -73,6 +74,7 @@ if TYPE_CHECKING or not _is_command():
     from . import math as math  # not in __all__: `import *` would hide Python's `math`
     from .api.append import append_kv
     from .api.attention import attention
+    from .api.block_mask import block_mask
     from .api.cache_step import CacheStep, LayerCache
     from .api.decode import decode, decode_plan
     from .api.kv_cache import PagedKVCache
@@ -117,6 +119,7 @@ else:  # with a `__getattr__`, a type checker would accept every misspelt name
     _MODULES = (
         "api.append",
         "api.attention",
+        "api.block_mask",
         "api.cache_step",
         "api.decode",
         "api.kv_cache",

@@ -29,6 +29,7 @@ from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
 from tileattn.variant.sparse.blocks import BlockSparse, blocks_of, for_call
+from tileattn.variant.sparse.known_blocks import KnownBlocks
 from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
@@ -174,6 +175,8 @@ def described(mask: Mask | None) -> str:
         )
     if isinstance(mask, FunctionMask):
         return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
+    if isinstance(mask, KnownBlocks):
+        return described(mask.mask)
     if isinstance(mask, (BlockSparse, Neighborhood)):
         return repr(mask)
     fields = [field for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]

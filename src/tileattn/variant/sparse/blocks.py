@@ -84,7 +84,7 @@ class BlockSparse(Mask):
     CONSTANTS = ("block_q", "block_k")
 
     def __init__(self, blocks: Tensor, block_size: int | tuple[int, int], counts: Tensor | None = None) -> None:
-        block_q, block_k = _block_size(block_size)
+        block_q, block_k = as_block_size("BlockSparse", block_size)
         _check_blocks(blocks, counts)
         for name, value in (("blocks", blocks), ("counts", counts), ("block_q", block_q), ("block_k", block_k)):
             object.__setattr__(self, name, value)
@@ -127,7 +127,7 @@ class BlockSparse(Mask):
             blocks = block_lists.as_conditions(blocks, self.counts, -(-sizes.seqlen_k // self.block_k))
         heads = blocks.shape[1]
         group = None if heads in (1, sizes.heads) else sizes.heads // sizes.kv_heads
-        bounds = (*_ends(blocks, 3, self.block_k), *_ends(blocks, 2, self.block_q))
+        bounds = bounds_of(blocks, self.block_q, self.block_k)
         return RowBlocks(blocks, *bounds, sizes.first, group, self.block_q, self.block_k)
 
 
@@ -139,7 +139,8 @@ class RowBlocks(Mask):
     (``first``) or before it (``end``).
 
     Args:
-        blocks: bool (batch or 1, heads, kv heads or 1, blocks of q, blocks of k), whether each is seen.
+        blocks: bool (batch or 1, heads, kv heads or 1, blocks of q, blocks of k), whether each is seen. (Those of
+            `KnownBlocks` have numbers.)
         first_key, end_key: int32 (batch or 1, heads.., blocks of q): the least key of a block that is seen in this row
             of blocks or a later one, and the end of the last one in this or an earlier one.
         first_row, end_row: int32 (batch or 1, heads.., blocks of k): the same for rows of q.
@@ -217,6 +218,11 @@ def for_tensors(mask: Mask | None, q: Tensor, k: Tensor) -> Mask | None:
     return for_call(mask, lambda: (*q.shape[::2], k.shape[2], q.shape[1], k.shape[1]), lambda: k.shape[1] - q.shape[1])
 
 
+def bounds_of(blocks: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """first_key, end_key, first_row and end_row of `RowBlocks`."""
+    return (*_ends(blocks, 3, block_k), *_ends(blocks, 2, block_q))
+
+
 def _ends(blocks: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Along a dimension the first block that is seen or a later row's, and the end of the last or an earlier row's."""
     count = blocks.shape[dim]
@@ -232,17 +238,18 @@ def _ends(blocks: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     return (first * size).clamp(max=2**30).to(torch.int32), (end * size).clamp(max=2**30).to(torch.int32)
 
 
-def _block_size(given: Any) -> tuple[int, int]:
+def as_block_size(name: str, given: Any) -> tuple[int, int]:
+    """(q, k) of a block size as a user gives it; `name` is that of the class or function. Raises for a wrong one."""
     accepted = (
         f"an int or a tuple of two (q, k), q at least 1 and k a multiple of 16 from {LEAST_KEYS} to {MOST_KEYS} (so is "
         f"an int for both)"
     )
     sizes = given if isinstance(given, (tuple, list)) else (given, given)
     if len(sizes) != 2:
-        raise ValueError(f"BlockSparse: block_size must be {accepted}, got {given!r}")
-    block_q, block_k = (checked_step("BlockSparse: block_size", as_int(size), accepted) for size in sizes)
+        raise ValueError(f"{name}: block_size must be {accepted}, got {given!r}")
+    block_q, block_k = (checked_step(f"{name}: block_size", as_int(size), accepted) for size in sizes)
     if block_k % 16 or not LEAST_KEYS <= block_k <= MOST_KEYS:
-        raise ValueError(f"BlockSparse: block_size must be {accepted}, got {given!r}")
+        raise ValueError(f"{name}: block_size must be {accepted}, got {given!r}")
     return block_q, block_k
 
 
