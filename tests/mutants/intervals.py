@@ -207,13 +207,31 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "variant/sparse/known_blocks.py",
+        ("api/test_block_mask.py",),
+        {
+            "known blocks: a row behind the end": (
+                "torch.minimum(q.first[row, 0] + rows[:, None], q.last[row, 0])",
+                "q.first[row, 0] + rows[:, None]",
+            ),
+            "known blocks: one pair decides": (
+                "seen.any(1).to(torch.int8) + seen.all(1).to(torch.int8)",
+                "2 * seen[:, 0].to(torch.int8)",
+            ),
+            "known blocks: whole blocks are mixed": (
+                "(kind == Kind.WHOLE.value) | (",
+                "(kind == Kind.WHOLE.value + 1) | (",
+            ),
+        },
+    ),
+    *mutants(
         "variant/sparse/block_lists.py",
         BLOCKS,
         {
             "block lists: numbers behind the count": (" < counts[..., None])", " <= counts[..., None])"),
             "block lists: wrong numbers are the last": (
-                "torch.where(counted & inside, numbers, columns)",
-                "torch.where(counted, numbers.clamp(0, columns), columns)",
+                "torch.where(counted & inside, numbers, width)",
+                "torch.where(counted, numbers.clamp(0, width), width)",
             ),
             "block lists: an error is forgotten": ("torch.maximum(status, found, out=status)", "status.copy_(found)"),
         },

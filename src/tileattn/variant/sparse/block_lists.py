@@ -33,7 +33,7 @@ def check_blocks() -> None:
 
 
 def as_conditions(lists: Tensor, counts: Tensor | None, columns: int) -> Tensor:
-    """Whether each block is named: bool (batch or 1, heads, blocks of q, columns).
+    """Whether each block is named: bool (batch or 1, heads, blocks of q, columns, but at least 2).
 
     Args:
         lists: integers (batch or 1, heads, blocks of q, capacity); -1 names none.
@@ -49,10 +49,11 @@ def as_conditions(lists: Tensor, counts: Tensor | None, columns: int) -> Tensor:
         counted = counted & (torch.arange(lists.shape[-1], device=lists.device) < counts[..., None])
     inside = (numbers >= 0) & (numbers < columns)
     _report(counted & ~inside, lists, columns)
-    # Numbers that do not count go to one more column, which is cut off.
-    place = torch.where(counted & inside, numbers, columns)
-    table = torch.zeros(*lists.shape[:-1], columns + 1, dtype=torch.bool, device=lists.device)
-    return table.scatter(-1, place, True)[..., :columns]
+    # Numbers that do not count go to one more column, which is cut off. One column alone would be another kernel.
+    width = max(columns, 2)
+    place = torch.where(counted & inside, numbers, width)
+    table = torch.zeros(*lists.shape[:-1], width + 1, dtype=torch.bool, device=lists.device)
+    return table.scatter(-1, place, True)[..., :width]
 
 
 def _report(wrong: Tensor, lists: Tensor, columns: int) -> None:
