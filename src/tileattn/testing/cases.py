@@ -199,7 +199,6 @@ BLOCK_STRUCTURES = (
     Structure("bf16", 64, 64, "block_lists", ("softcap",), sink=True, aligned=True),
     Structure("fp16", 128, 128, "causal&blocks", (), sink=False, aligned=True),
     Structure("bf16", 64, 64, "blocks|window", ("alibi",), sink=False, aligned=True),
-    Structure("fp16", 40, 40, "blocks", ("user",), sink=True, aligned=False),
     Structure("fp32", 64, 64, "blocks_kv", ("bias_bh",), sink=False, aligned=True),
     Structure("fp8", 128, 128, "causal&blocks", (), sink=False, aligned=True),
 )
