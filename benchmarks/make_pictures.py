@@ -28,6 +28,7 @@ from make_scale_page import PICTURE as SCALE_PICTURE
 from make_scale_page import draw as draw_scale
 
 from tileattn import (
+    BlockSparse,
     Causal,
     Dilated,
     Documents,
@@ -312,12 +313,14 @@ def of_patterns() -> dict[Path, Callable[[], Figure]]:
     """For docs/patterns.md: what each sparse pattern does to tiles."""
     place = torch.arange(1024)
     text = place % 256 < 64
+    chosen = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).topk(5).indices
     masks = {
         "dilated": Dilated(256, dilation=4),
         "strided": Strided(128, 64),
         "global-tokens": SlidingWindow(96, 96) | GlobalTokens(32),
         "neighborhood": Neighborhood((32, 32), 9),
         "images": ImageTextDocuments(place // 512, torch.where(text, -1, place // 256)),
+        "blocks": BlockSparse(chosen, 64) & Causal(),
     }
     return {DOCS / "figures" / f"tiles-{name}.png": partial(_mask_tiles, mask) for name, mask in masks.items()}
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ALiBi",
     "Bias",
+    "BlockSparse",
     "CacheStep",
     "Causal",
     "DecodePlan",
@@ -34,6 +35,8 @@ __all__ = [
     "Unpadded",
     "append_kv",
     "attention",
+    "block_mask",
+    "check_blocks",
     "check_caches",
     "check_packed",
     "decode",
@@ -71,6 +74,7 @@ if TYPE_CHECKING or not _is_command():
     from . import math as math  # not in __all__: `import *` would hide Python's `math`
     from .api.append import append_kv
     from .api.attention import attention
+    from .api.block_mask import block_mask
     from .api.cache_step import CacheStep, LayerCache
     from .api.decode import decode, decode_plan
     from .api.kv_cache import PagedKVCache
@@ -83,6 +87,7 @@ if TYPE_CHECKING or not _is_command():
     from .call.fp8 import QuantizedFP8, quantize_fp8
     from .call.packed_status import check_packed
     from .masks import (
+        BlockSparse,
         Causal,
         Dilated,
         Documents,
@@ -95,6 +100,7 @@ if TYPE_CHECKING or not _is_command():
         PrefixLM,
         SlidingWindow,
         Strided,
+        check_blocks,
     )
     from .scores import ALiBi, Bias, ScoreMod, SoftCap
     from .tuner.session import tuning
@@ -113,6 +119,7 @@ else:  # with a `__getattr__`, a type checker would accept every misspelt name
     _MODULES = (
         "api.append",
         "api.attention",
+        "api.block_mask",
         "api.cache_step",
         "api.decode",
         "api.kv_cache",

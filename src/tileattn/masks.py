@@ -14,11 +14,14 @@ from .variant.masks import (
     SlidingWindow,
     check_key_padding,
 )
+from .variant.sparse.block_lists import check_blocks
+from .variant.sparse.blocks import BlockSparse
 from .variant.sparse.neighborhood import Neighborhood
 from .variant.sparse.patterns import Dilated, GlobalTokens, ImageTextDocuments, Strided
 
 __all__ = [
     "Mask",
+    "BlockSparse",
     "Causal",
     "SlidingWindow",
     "PrefixLM",
@@ -34,5 +37,6 @@ __all__ = [
     "Or",
     "Range",
     "FIRST_POSITION",
+    "check_blocks",
     "check_key_padding",
 ]

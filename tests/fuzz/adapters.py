@@ -161,6 +161,21 @@ def _mask(mask: Any, names: Iterator[str], t: Tensors) -> Any:
         return tileattn.Documents(t[name])
     if kind == "padding":
         return tileattn.KeyPadding(t[name])
+    if kind == "dilated":
+        return tileattn.Dilated(mask[1], mask[2], dilation=mask[3])
+    if kind == "strided":
+        return tileattn.Strided(mask[1], mask[2])
+    if kind == "global":
+        return tileattn.GlobalTokens(mask[1])
+    if kind == "grid":
+        return tileattn.Neighborhood(tuple(mask[1:3]), tuple(mask[3:5]))
+    if kind == "images":
+        return tileattn.ImageTextDocuments(t[name] // 4, t[name] % 4 - 1)
+    if kind == "block_sparse":
+        blocks = t[name]
+        if mask[4] == "lists":
+            blocks = torch.where(blocks, torch.arange(blocks.shape[3], device=blocks.device), -1).flip(-1).int()
+        return tileattn.BlockSparse(blocks, (mask[2], mask[3]))
     return functions.mask(mask[1], mask[2], t.get(name))
 
 

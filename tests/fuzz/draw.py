@@ -173,7 +173,17 @@ class Draw:
     def _mask(self, depth: int = 0) -> list[Any]:
         if depth < 2 and self.chance(0.25 if depth == 0 else 0.15):
             return [self.one(("and", "or")), self._mask(depth + 1), self._mask(depth + 1)]
-        kind = self.weighted({"causal": 3, "window": 6, "prefix": 3, "prefixes": 3, "docs": 6, "padding": 5, "fn": 6})
+        kind = self.weighted({
+            "causal": 3, "window": 6, "prefix": 3, "prefixes": 3, "docs": 6, "padding": 5, "fn": 6, "dilated": 2,
+            "strided": 2, "global": 2, "grid": 2, "images": 2, "block_sparse": 6,
+        })  # fmt: skip
+        if kind == "dilated":
+            return [kind, self._bound(), self._bound(), 1]
+        if kind in ("strided", "global", "grid"):
+            return [kind, *[1] * {"strided": 2, "global": 1, "grid": 4}[kind]]
+        if kind == "block_sparse":
+            size = self.one(((64, 64), (128, 128), (1, 16), (48, 32), (16, 256)))
+            return [kind, self.one(("h", "g", "1")), *size, self.one(("bools", "lists"))]
         if kind == "window":
             return [kind, self._bound(), self._bound()]
         if kind in ("prefix", "prefixes"):
@@ -308,6 +318,16 @@ class Draw:
             if call.module == "sliding_window":
                 return ["window", left, 0 if call.causal else left]
             return ["window", left, 0 if call.causal and call.adapter[:2] == "fa" and right is not None else right]
+        if mask[0] == "dilated":
+            bounds = (None if bound is None else self.one(WINDOWS[1:]) for bound in mask[1:3])
+            return [mask[0], *bounds, self.one((1, 2, 3, 7, 64))]
+        if mask[0] == "strided":
+            return [mask[0], self.one((1, 2, 5, 64)), self.one((0, 1, 3, 40))]
+        if mask[0] == "global":
+            return [mask[0], self.random.randint(0, longest + 5)]
+        if mask[0] == "grid":
+            sides = [self.one((1, 2, 5, 8, 13)) for _ in range(2)]
+            return [mask[0], *sides, *[self.random.randint(1, side) for side in sides]]
         if mask[0] in ("prefix", "prefixes"):
             return [mask[0], self.random.randint(0, longest + 5)]
         return mask
@@ -326,5 +346,5 @@ class Draw:
 def has_tensors(call: Call) -> bool:
     """Whether the call's variant reads tensors."""
     kinds = {term[0] for _, term in terms(call.mask)} | {term[1] for _, term in terms(call.mask) if term[0] == "fn"}
-    reads = bool(kinds & {"prefixes", "docs", "padding", "bools", "table"})
+    reads = bool(kinds & {"prefixes", "docs", "padding", "bools", "table", "images", "block_sparse"})
     return reads or call.key_padding or any(mod_tensor(number, mod) for number, mod in enumerate(call.mods))

@@ -2,9 +2,11 @@
 
 A **mask** is a list: ``["causal"]``, ``["window", left, right]``, ``["prefix", n]``, ``["prefixes", n]`` (a tensor of
 lengths up to n), ``["docs", kind]``, ``["padding", kind]``, ``["bools", dims]`` (a boolean tensor over rows and keys),
-``["fn", name, number]`` (a user's function), ``["and", x, y]``, ``["or", x, y]``. A **modification** is one of
-``["softcap", cap]``, ``["alibi", dims, dtype]``, ``["bias", dims, dtype]``, ``["fn", name, dtype]``. `dims` is a string
-such as ``"b1qk"``, with 1 where the tensor is broadcast.
+``["dilated", left, right, step]``, ``["strided", stride, local]``, ``["global", n]``, ``["grid", height, width, window,
+window]``, ``["images"]``, ``["block_sparse", heads, rows, keys, form]`` (heads: "h", "g" for kv heads, or "1"; form:
+"bools" or "lists"), ``["fn", name, number]`` (a user's function), ``["and", x, y]``, ``["or", x, y]``. A
+**modification** is one of ``["softcap", cap]``, ``["alibi", dims, dtype]``, ``["bias", dims, dtype]``, ``["fn", name,
+dtype]``. `dims` is a string such as ``"b1qk"``, with 1 where the tensor is broadcast.
 """
 
 from __future__ import annotations

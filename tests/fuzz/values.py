@@ -135,6 +135,10 @@ def _of_mask(maker: Maker, term: list[Any], call: Call) -> Tensor | None:
         return _kept(maker, term[1], call)
     if term[0] == "docs":
         return _ids(maker, term[1], call)
+    if term[0] == "images":
+        return _ids(maker, "any", call, 12)
+    if term[0] == "block_sparse":
+        return _blocks(maker, term, call)
     if term[0] == "bools":
         return maker.below(3, *_sizes(term[1], call)) > 0
     if term[0] == "fn" and term[1] == "table":
@@ -142,9 +146,17 @@ def _of_mask(maker: Maker, term: list[Any], call: Call) -> Tensor | None:
     return None
 
 
-def _ids(maker: Maker, kind: str, call: Call) -> Tensor:
+def _blocks(maker: Maker, term: list[Any], call: Call) -> Tensor:
+    """Half of the blocks; at least two in each direction, of which those beyond the keys are not there."""
+    heads = {"h": call.heads, "g": call.kv_heads, "1": 1}[term[1]]
+    rows, columns = -(-call.rows // term[2]), -(-call.keys // term[3])
+    blocks = maker.below(2, call.elements, heads, max(rows, 2), max(columns, 2)) > 0
+    return blocks & (torch.arange(max(columns, 2), device=maker.device) < columns)
+
+
+def _ids(maker: Maker, kind: str, call: Call, count: int = 4) -> Tensor:
     shape = (call.elements, call.keys)
-    ids = maker.below(4, *shape)
+    ids = maker.below(count, *shape)
     if kind in ("sorted", "huge"):
         ids = ids.sort(dim=1).values if maker.device != "meta" else ids
     if kind == "huge":

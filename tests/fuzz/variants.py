@@ -78,6 +78,12 @@ def _mask(mask: Any, names: Any, t: dict[str, Tensor], at: Places) -> Tensor:
         return t[name]
     if kind == "docs":
         return _same_document(t[name], at)
+    if kind in _PATTERNS:
+        return _PATTERNS[kind](at, *mask[1:])
+    if kind == "images":
+        return _images(t[name], at)
+    if kind == "block_sparse":
+        return _in_blocks(t[name], at, mask[2], mask[3])
     return _MASK_FUNCTIONS[mask[1]](at, mask[2], t.get(name))
 
 
@@ -90,6 +96,56 @@ def _same_document(ids: Tensor, at: Places) -> Tensor:
         at.q.clamp(0, ids.shape[1] - 1).expand(len(ids), 1, -1, 1).flatten(1),
     )
     return (of_query[:, None, :, None] == ids[:, None, None, :]) & (at.q >= 0)
+
+
+def _dilated(at: Places, left: int | None, right: int | None, step: int) -> Tensor:
+    back = at.q - at.key
+    seen = torch.remainder(back, step) == 0
+    seen = seen if left is None else seen & (back <= left)
+    return seen if right is None else seen & (back >= -right)
+
+
+def _strided(at: Places, stride: int, local: int) -> Tensor:
+    back = at.q - at.key
+    return (back >= 0) & ((back <= local) | (torch.remainder(back, stride) == 0))
+
+
+def _global(at: Places, count: int) -> Tensor:
+    return (at.key < count) | ((at.q >= 0) & (at.q < count))
+
+
+def _grid(at: Places, height: int, width: int, tall: int, wide: int) -> Tensor:
+    seen = (at.q >= 0) & (at.q < height * width) & (at.key < height * width)
+    sides = (
+        (torch.div(at.q, width, rounding_mode="floor"), torch.div(at.key, width, rounding_mode="floor"), height, tall),
+        (torch.remainder(at.q, width), torch.remainder(at.key, width), width, wide),
+    )
+    for i, j, size, window in sides:
+        middle = i.clamp(window // 2, size - window + window // 2)  # where the window is not moved
+        seen = seen & (j >= middle - window // 2) & (j < middle - window // 2 + window)
+    return seen
+
+
+_PATTERNS: dict[str, Callable[..., Tensor]] = {
+    "dilated": _dilated,
+    "strided": _strided,
+    "global": _global,
+    "grid": _grid,
+}
+
+
+def _images(ids: Tensor, at: Places) -> Tensor:
+    """The document of a position is its id // 4, its image id % 4 - 1."""
+    same_image = _same_document(ids, at) & (ids % 4 != 0)[:, None, None, :]
+    return same_image | (_same_document(ids // 4, at) & (at.key <= at.q))
+
+
+def _in_blocks(blocks: Tensor, at: Places, rows: int, keys: int) -> Tensor:
+    elements, heads, *counts = blocks.shape
+    row, key = torch.div(at.row, rows, rounding_mode="floor"), torch.div(at.key, keys, rounding_mode="floor")
+    head = torch.div(at.h, at.h.numel() // heads, rounding_mode="floor")
+    b = at.b if elements > 1 else torch.zeros_like(at.b)
+    return blocks[b, head, row.clamp(max=counts[0] - 1), key.clamp(max=counts[1] - 1)]
 
 
 _MASK_FUNCTIONS: dict[str, Callable[[Places, int, Any], Tensor]] = {

@@ -8,6 +8,7 @@ RULES = ("variant/intervals/test_soundness.py::test_every_tile",)
 SOUND = ("variant/intervals/test_soundness.py",)
 VISITS = ("kernels/torch/test_visits.py",)
 PATTERNS = ("variant/test_patterns.py",)
+BLOCKS = ("variant/test_blocks.py",)
 PACKAGE = "variant/intervals/"
 
 MUTANTS: list[Mutant] = [
@@ -21,8 +22,8 @@ MUTANTS: list[Mutant] = [
                 "        return Ints(lo, hi, hull(span, INT32), form or Form((), 0))",
             ),
             "intervals: sums fit in int64": (
-                "SAFE, SAFE)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
-                "2**70, 2**70)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
+                "self._where_small((_size(x) < SAFE / 2) & (_size(y) < SAFE / 2), key",
+                "self._where_small(x.lo <= x.hi, key",
             ),
             "intervals: a difference of lower ends": ("(x.lo - y.hi, x.hi - y.lo)", "(x.lo - y.lo, x.hi - y.hi)"),
             "intervals: a remainder's quotient by its first": (
@@ -113,20 +114,42 @@ MUTANTS: list[Mutant] = [
         ("variant/intervals/test_tables.py",),
         {
             "tables: one window of two": (
-                "(first,) if level == 0 else (first, last - (2**level - 1))",
-                "(first,)",
+                "starts.append((first, last + 1 - (torch.ones_like(level) << level)))",
+                "starts.append((first,))",
             ),
-            "tables: windows of twice the length": ("for step in range(level):", "for step in range(level - 1):"),
+            "tables: windows of half the length": ("shift = 2 ** (level - 1)", "shift = 1"),
             "tables: NaN is forgotten": ("least.masked_fill(none, -math.inf), greatest", "least, greatest"),
+            "tables: a box reads beyond its end": (
+                "torch.minimum(each + step, last.reshape((*last.shape, *[1] * wide)))",
+                "(each + step).clamp(max=len(table) - 1)",
+            ),
+            "tables: elements in parts, all with the first ranges": (
+                "else (first.narrow(axis, start, count), last.narrow(axis, start, count))",
+                "else (first.narrow(axis, 0, count), last.narrow(axis, 0, count))",
+            ),
         },
     ),
     *mutants(
         PACKAGE + "evaluator.py",
         RULES,
         {
-            "intervals: indices wrap around": ("(each.lo.clamp(0, size - 1), ", "(each.lo % size, "),
+            "intervals: indices wrap around": ("(lo := each.lo.clamp(0, size - 1), ", "(lo := each.lo % size, "),
             "intervals: integers are exact in float32": ("_EXACT = 2**24", "_EXACT = 2**40"),
             "intervals: NaN is an integer": ("unknown = x.nan | (x.lo", "unknown = (x.lo"),
+        },
+    ),
+    *mutants(
+        PACKAGE + "integers.py",
+        SOUND,
+        {
+            "intervals: a quotient is as wide as its rest": (
+                "width = self.width_of(x) // divisor + 1",
+                "width = self.width_of(x) // divisor",
+            ),
+            "intervals: a sum is as wide as one term": (
+                "sum(abs(times) * width for (_, times)",
+                "max(abs(times) * width for (_, times)",
+            ),
         },
     ),
     *mutants(
@@ -165,6 +188,52 @@ MUTANTS: list[Mutant] = [
             ),
             "images: text sees text": ("torch.where(images < 0, seqlen", "torch.where(images < -1, seqlen"),
             "images: of other documents": ("pair = number * (seqlen + 1) + ", "pair = 0 * number + "),
+        },
+    ),
+    *mutants(
+        "variant/sparse/blocks.py",
+        BLOCKS,
+        {
+            "blocks: rows are positions": ("(q - self._first(b)) // self.block_q", "q // self.block_q"),
+            "blocks: heads of another group": ("h if self.group is None else h // self.group", "h"),
+            "blocks: a range ends with its own row": (
+                ".cummin(-1).values.flip(-1), end.cummax(-1).values",
+                ".flip(-1), end",
+            ),
+            "blocks: the last block is the first": (
+                "count - bits.flip(dim).argmax(dim), 0)",
+                "bits.argmax(dim) + 1, 0)",
+            ),
+        },
+    ),
+    *mutants(
+        "variant/sparse/known_blocks.py",
+        ("api/test_block_mask.py",),
+        {
+            "known blocks: a row behind the end": (
+                "torch.minimum(q.first[row, 0] + rows[:, None], q.last[row, 0])",
+                "q.first[row, 0] + rows[:, None]",
+            ),
+            "known blocks: one pair decides": (
+                "seen.any(1).to(torch.int8) + seen.all(1).to(torch.int8)",
+                "2 * seen[:, 0].to(torch.int8)",
+            ),
+            "known blocks: whole blocks are mixed": (
+                "(kind == Kind.WHOLE.value) | (",
+                "(kind == Kind.WHOLE.value + 1) | (",
+            ),
+        },
+    ),
+    *mutants(
+        "variant/sparse/block_lists.py",
+        BLOCKS,
+        {
+            "block lists: numbers behind the count": (" < counts[..., None])", " <= counts[..., None])"),
+            "block lists: wrong numbers are the last": (
+                "torch.where(counted & inside, numbers, width)",
+                "torch.where(counted, numbers.clamp(0, width), width)",
+            ),
+            "block lists: an error is forgotten": ("torch.maximum(status, found, out=status)", "status.copy_(found)"),
         },
     ),
     *mutants(

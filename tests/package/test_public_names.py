@@ -25,9 +25,10 @@ MOVED = {
         "abs clamp cos exp exp2 load log log2 maximum minimum relu sigmoid silu sin softplus sqrt square tanh where",
     ),
     "masks": (
-        "variant.masks variant.sparse.patterns variant.sparse.neighborhood",
+        "variant.masks variant.sparse.patterns variant.sparse.neighborhood variant.sparse.blocks "
+        "variant.sparse.block_lists",
         "Mask Causal SlidingWindow PrefixLM Documents KeyPadding FunctionMask And Or Range FIRST_POSITION "
-        "check_key_padding Dilated Strided GlobalTokens Neighborhood ImageTextDocuments",
+        "check_key_padding Dilated Strided GlobalTokens Neighborhood ImageTextDocuments BlockSparse check_blocks",
     ),
     "scores": ("variant.scores", "ScoreMod SoftCap ALiBi Bias PackedBias for_packed"),
     "profiling": ("measure.profiling", "profile profile_all machine_ceiling Profile Profiles"),

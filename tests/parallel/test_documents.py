@@ -27,6 +27,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
     ("prefix_b", ("bias_bh",), True, "fp32"),
     ("function", ("user",), False, "fp64"),
     ("causal", ("alibi", "bias"), False, "fp32"),
+    ("blocks_kv", (), True, "fp32"),
 )
 
 

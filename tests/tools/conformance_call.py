@@ -9,15 +9,17 @@ from torch import Tensor
 
 import tileattn
 from tests.tools.support_table import check_refusal, possible
-from tileattn import Causal
+from tileattn import Causal, Mask
 from tileattn.call.dropout import Dropout
 from tileattn.call.inputs import Inputs
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import BACKENDS
+from tileattn.runtime.run import first_positions
 from tileattn.testing import Arguments
 from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
+from tileattn.variant.sparse.blocks import for_call, for_tensors
 
 
 def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
@@ -30,6 +32,7 @@ def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
     q, k, v, mask, score_mods, sink, *_ = arguments.positional
     if arguments.packed is not None:
         score_mods = for_packed(score_mods, *arguments.packed[:2])
+    mask = in_call(arguments)
     dropout = Dropout(arguments.dropout_p, torch.zeros(1, dtype=torch.int64)) if arguments.dropout_p else None
     inputs = Inputs(q, k, v, sink, dropout=dropout, packed=arguments.packed)
     call = ops.make_call(inputs, encode(mask, score_mods)[0], needs_grad=needs_grad)
@@ -37,6 +40,15 @@ def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
     if possible(name, call.arch):
         check_refusal(name, call, reason)
     return reason
+
+
+def in_call(arguments: Arguments) -> Mask | None:
+    """The mask with the operands that it has in the call."""
+    q, k, packed = arguments.q, arguments.k, arguments.packed
+    if packed is None:
+        return for_tensors(arguments.mask, q, k)
+    sizes = (packed.cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2], packed.max_seqlen_q, packed.max_seqlen_k)
+    return for_call(arguments.mask, lambda: sizes, lambda: first_positions(q, k, packed))
 
 
 def run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:

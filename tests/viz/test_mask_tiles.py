@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from tests.tools.positions import Positions, lengths, positions
-from tileattn import Causal, Dilated, Neighborhood, viz
+from tileattn import BlockSparse, Causal, Dilated, Neighborhood, viz
 from tileattn.cli.app import app
 from tileattn.viz.tiles import Tile, described
 
@@ -61,6 +61,7 @@ def test_the_legend_says_what_the_map_is() -> None:
 
 
 def test_names_of_patterns() -> None:
+    assert described(BlockSparse(torch.ones(1, 1, 2, 2, dtype=torch.bool), (1, 16))) == "BlockSparse(..., (1, 16))"
     assert described(Dilated(9, dilation=3) | Neighborhood((4, 4), 3)) == (
         "Dilated(9, 0, dilation=3) | Neighborhood((4, 4), (3, 3))"
     )
@@ -96,3 +97,11 @@ def test_wrong_functions_are_refused(options: str, says: str, tmp_path: Path) ->
     code, said = invoke(f"viz tiles -o {tmp_path}/x.png {options.replace('FILE', f'{tmp_path}/masks.py')}")
     assert code == 2
     assert says in said
+
+
+@pytest.mark.parametrize("h", [0, 1])
+def test_blocks_of_a_head(h: int) -> None:
+    """Rows of blocks count from 0, with more keys than queries too; one head of two."""
+    blocks = torch.tensor([[[True, False, False], [False, True, True]], [[False, True, False], [True] * 3]])
+    tiles = viz.mask_tiles(BlockSparse(blocks[None], 32), 64, 96, 32, 32, h=h)
+    assert torch.equal(tiles.tiles, 2 * blocks[h].to(torch.int8))

@@ -12,6 +12,7 @@ from ..call.dropout import draw_seed, keep_mask, weight_of_kept
 from ..runtime.run import MaskLike
 from ..variant.key import encode
 from ..variant.masks import Mask
+from ..variant.sparse.blocks import for_call
 from .masked import MaskedAttention
 
 
@@ -69,7 +70,7 @@ class NaiveAttention(MaskedAttention):
         group = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.mT * self.head_dim**-0.5
-        hidden = None if mask is None else ~_allowed(mask, scores)
+        hidden = None if mask is None else ~_allowed(mask, scores, self.num_kv_heads)
         if bias is not None:
             scores = (scores + bias).to(scores.dtype)
             hidden = scores.isneginf() if hidden is None else hidden | scores.isneginf()
@@ -95,9 +96,10 @@ def _dropped(weights: Tensor, p: float) -> Tensor:
     return weights * keep * weight_of_kept(p)
 
 
-def _allowed(mask: Mask, scores: Tensor) -> Tensor:
+def _allowed(mask: Mask, scores: Tensor, kv_heads: int) -> Tensor:
     """Where the mask allows a key: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
     batch, heads, seqlen, _ = scores.shape
+    mask = for_call(mask, lambda: (batch, heads, kv_heads, seqlen, seqlen), lambda: 0) or mask
     mask.check(batch, heads, seqlen, seqlen)
     if not torch.compiler.is_compiling():  # torch.compile traces `allows` below and reports errors itself
         encode(mask, ())  # raises the errors that attention() raises for a user's function

@@ -18,6 +18,7 @@ from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, requires_grad, s
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import Bias
+from ..variant.sparse.blocks import for_call
 from ..variant.validation import check_operand_devices, check_variant
 from .algorithms.call import Operands
 from .algorithms.shifted import ScoreFn
@@ -103,6 +104,7 @@ def checked(
     check_name(given.backend)
     check_algorithm(given.algorithm, given.head_groups, k.shape[2])
     mask, mods = normalize(given.mask, given.score_mod, causal)
+    mask = _in_call(layout, q, k, mask)
     _check_variant(layout, rank, q, mask, mods)
     key, operands = encode(mask, mods)
     check_operand_devices(operands.tensors, q)
@@ -172,11 +174,22 @@ def check_algorithm(algorithm: Any, groups: Any, kv_heads: int) -> None:
         raise ValueError(f"head_groups is for algorithm='gather' and '2d', got {groups} with {algorithm!r}")
 
 
+def _in_call(layout: Layout, q: Tensor, k: Tensor, mask: Mask | None) -> Mask | None:
+    """The mask of the whole call, in which rows are positions."""
+    batch, longest = _whole(layout, q)
+    return for_call(mask, lambda: (batch, q.shape[2], k.shape[2], longest, longest), lambda: 0)
+
+
+def _whole(layout: Layout, q: Tensor) -> tuple[int, int]:
+    """The number of batch elements, or of sequences, of the whole call, and the longest length."""
+    sequences = len(layout.bounds) - 1
+    longest = max((layout.length(sequence) for sequence in range(sequences)), default=0)
+    return sequences if layout.packed else q.shape[0], longest
+
+
 def _check_variant(layout: Layout, rank: int, q: Tensor, mask: Mask | None, mods: Sequence[ScoreFn]) -> None:
     """Tensors of variants are whole, but a bias may have the rows of this rank's queries."""
-    sequences = len(layout.bounds) - 1
-    batch = sequences if layout.packed else q.shape[0]
-    longest = max((layout.length(sequence) for sequence in range(sequences)), default=0)
+    batch, longest = _whole(layout, q)
     whole = [mod for mod in mods if not is_local_bias(mod, layout, rank)]
     check_variant(mask, whole, batch, q.shape[2], longest, longest)
     check_variant(

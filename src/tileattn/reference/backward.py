@@ -35,6 +35,7 @@ from torch import Tensor
 from ..variant.key import encode
 from ..variant.masks import Mask
 from ..variant.program import computed_in, restore
+from ..variant.sparse.blocks import for_tensors
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 
@@ -86,7 +87,7 @@ def flash_attention_2_backward(
     dq, dk, dv = torch.zeros_like(q_bh), torch.zeros_like(k_bh), torch.zeros_like(v_bh)
     # The score modifications read copies of the tensors in the dtype of sums, in which the gradients are summed, too.
     wide = [x.detach().to(torch.promote_types(x.dtype, q_bh.dtype)).requires_grad_() for x in tensors]
-    mask, score_mods = _reading(mask, score_mods, tensors, wide, q_bh.dtype)
+    mask, score_mods = _reading(for_tensors(mask, q, k), score_mods, tensors, wide, q_bh.dtype)
     dtensors = [torch.zeros_like(x) for x in wide]
     visible = [(rows, *key_ranges(q_bh, k_bh, rows, mask)) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):  # on a GPU, one thread block per iteration

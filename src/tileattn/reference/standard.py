@@ -35,6 +35,7 @@ from torch import Tensor
 from ..call.fp8 import accumulator, output_dtype
 from ..variant.masks import Mask
 from ..variant.program import computed_in
+from ..variant.sparse.blocks import for_tensors
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -72,7 +73,7 @@ def standard_attention(
             row that sees no key and has no sink.
     """
     q_bh, k_bh, v_bh = heads_first(q, k, v, (q_descale, k_descale, v_descale))
-    mask, score_mods = computed_in(q_bh.dtype, mask, score_mods)
+    mask, score_mods = computed_in(q_bh.dtype, for_tensors(mask, q, k), score_mods)
     # One tile of all rows and all keys: standard attention has no tiling.
     scores = tile_scores(q_bh, k_bh, slice(0, q.shape[1]), slice(0, k.shape[1]), score_mods, scale)
     if mask is not None and k.shape[1] > 0:  # without keys, a mask's tensors may have no element to read

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..call.fp8 import output_dtype
 from ..variant.masks import Causal, Mask, SlidingWindow
 from ..variant.program import computed_in
+from ..variant.sparse.blocks import for_tensors
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 
@@ -59,6 +60,7 @@ def flash_attention_1(
     dropout may also be a function (rows, keys) -> factors of the tile, so that its matrix is not stored either.
     """
     dtype, seqlen_q, seqlen_k = output_dtype(q.dtype), q.shape[1], k.shape[1]
+    mask = for_tensors(mask, q, k)
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
     # One entry per block of queries, rewritten for each K/V tile: on a GPU this list is in global memory. Its o is
@@ -95,6 +97,7 @@ def flash_attention_2(
 ) -> tuple[Tensor, Tensor]:
     """Tiled attention, Q outside and K/V inside. Fully masked tiles are skipped. Arguments as `flash_attention_1`."""
     dtype, seqlen_q = output_dtype(q.dtype), q.shape[1]
+    mask = for_tensors(mask, q, k)
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
     finished = []

@@ -22,6 +22,7 @@ from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.program import with_alignment
 from ..variant.scores import with_first
+from ..variant.sparse.blocks import for_call
 from ..variant.tree_mask import TreeMask
 from ..variant.validation import check_operand_devices, check_variant
 from . import operators as ops
@@ -119,6 +120,7 @@ def with_variant(
         return "", inputs
     mods = with_first(mods, first)
     sizes = sizes_of(inputs, max_seqlen_q)
+    given = for_call(given, lambda: (sizes.batch, sizes.heads, sizes.kv_heads, max_seqlen_q, sizes.capacity), first)
     check_variant(given, mods, sizes.batch, sizes.heads, max_seqlen_q, sizes.capacity)
     variant, operands = encode(given, mods)
     if operands.tensors or operands.ints or operands.floats:

@@ -168,7 +168,7 @@ def _with_mask(inputs: Inputs, mask: Mask | None, causal: bool) -> tuple[Inputs,
     """The inputs with the mask's numbers, and the variant's key."""
     whole, _ = normalize(mask, None, causal)
     (batch, seqlen_q, heads, _), of_k = sizes(inputs.q, inputs.k, inputs.packed)
-    check_variant(whole, (), batch, heads, seqlen_q, of_k[1])
+    check_variant(whole, (), batch, heads, seqlen_q, of_k[1])  # not of BlockSparse, which has no constants
     variant, operands = encode(whole, ())
     check_operand_devices(operands.tensors, inputs.q)
     return inputs._replace(operands=operands), variant

@@ -21,6 +21,7 @@ from ..call.validation import check_flags
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import for_packed
+from ..variant.sparse.blocks import for_call
 from ..variant.validation import check_operand_devices, check_variant
 from . import autograd
 from . import operators as ops
@@ -94,6 +95,13 @@ def is_plain(q: Any, k: Any, v: Any) -> bool:
     )
 
 
+def first_positions(q: torch.Tensor, k: torch.Tensor, packed: Packed | None) -> int | torch.Tensor:
+    """The position of the first query; of a packed call, of each sequence: int32 (sequences,)."""
+    if packed is None:
+        return k.shape[1] - q.shape[1]
+    return packed.cu_seqlens_k.diff() - packed.cu_seqlens_q.diff()
+
+
 def run(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,6 +126,9 @@ def run(
         mods = for_packed(mods, packed.cu_seqlens_q, packed.cu_seqlens_k)
     of_q, of_k = sizes(q, k, packed)
     batch, seqlen_q, heads, _ = of_q
+    normal_mask = for_call(
+        normal_mask, lambda: (batch, heads, k.shape[2], seqlen_q, of_k[1]), lambda: first_positions(q, k, packed)
+    )
     check_variant(normal_mask, mods, batch, heads, seqlen_q, of_k[1])
     variant, operands = encode(normal_mask, mods)
     check_operand_devices(operands.tensors, q)

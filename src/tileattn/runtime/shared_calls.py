@@ -19,6 +19,7 @@ from ..call.graph_memory import warms_up
 from ..call.inputs import inputs_of
 from ..tuner import state
 from ..variant.key import encode, normalize
+from ..variant.sparse.blocks import for_tensors
 from . import operators as ops
 from .decoding import DecodeOptions, prepared, with_variant
 from .dispatch import prepare_forward
@@ -102,7 +103,8 @@ def shared_attention(
     backend: str | None,
 ) -> SharedCall:
     """The shared call of :func:`tileattn.attention` for arguments that it has accepted, in the layout bshd."""
-    variant, operands = encode(*normalize(mask, score_mod, causal))
+    whole, mods = normalize(mask, score_mod, causal)
+    variant, operands = encode(for_tensors(whole, q, k), mods)
     fields = (operands, None, None, None, None)
 
     def inputs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:

@@ -21,6 +21,7 @@ from ..call.facts import AttentionCall, is_aligned
 from ..call.fp8 import FP8
 from ..variant.key import encode
 from ..variant.program import with_alignment
+from ..variant.sparse.blocks import for_tensors
 from .build import build
 from .call_arguments import ConformanceCase, Structure
 from .shapes import Shape
@@ -113,7 +114,9 @@ def _plain(dtypes: tuple[str, ...], masks: tuple[str, ...] = ("none", "causal"))
 def has_tensors(structure: Structure) -> bool:
     """Whether a mask or modification carries a tensor. Its dimensions of size 1 are part of the kernel's code."""
     names = (structure.mask, *structure.scores)
-    return any(part in name for name in names for part in ("_b", "documents", "padding", "tensor", "alibi", "bias"))
+    return any(
+        part in name for name in names for part in ("_b", "documents", "padding", "block", "tensor", "alibi", "bias")
+    )
 
 
 def scores_are_exact(structure: Structure) -> bool:
@@ -189,6 +192,17 @@ PADDING_STRUCTURES = (
     Structure("fp8", 128, 128, "causal&padding", (), sink=False, aligned=True),
 )
 
+# Beside the table as well: blocks of each kind, whose size is a constant of the kernel.
+BLOCK_STRUCTURES = (
+    Structure("bf16", 128, 128, "blocks", (), sink=False, aligned=True),
+    Structure("fp16", 64, 64, "blocks_kv", (), sink=False, aligned=True),
+    Structure("bf16", 64, 64, "block_lists", ("softcap",), sink=True, aligned=True),
+    Structure("fp16", 128, 128, "causal&blocks", (), sink=False, aligned=True),
+    Structure("bf16", 64, 64, "blocks|window", ("alibi",), sink=False, aligned=True),
+    Structure("fp32", 64, 64, "blocks_kv", ("bias_bh",), sink=False, aligned=True),
+    Structure("fp8", 128, 128, "causal&blocks", (), sink=False, aligned=True),
+)
+
 # Of every kind some, not all with all: masks and modifications are the same code as in 16 bits, on float32 scores.
 FP8_STRUCTURES = (
     Structure("fp8", 128, 128, "none", (), sink=False, aligned=True),
@@ -229,6 +243,7 @@ def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     cases = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
     cases += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
     cases += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
+    cases += _cases_of(list(BLOCK_STRUCTURES), 8 if selection == "full" else 2)
     cases += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
     cases += _cases_of(_table(double)[::7], 1)
     cases += _fp8_cases(8 if selection == "full" else 2)
@@ -265,7 +280,7 @@ def distinct_calls(cases: Iterable[ConformanceCase], arch: str = "cpu") -> dict[
     for case in cases:
         arguments = build(case, "meta")
         q, k, v = arguments.q, arguments.k, arguments.v
-        variant, operands = encode(arguments.mask, arguments.score_mods)
+        variant, operands = encode(for_tensors(arguments.mask, q, k), arguments.score_mods)
         call = AttentionCall(
             dtype=case.dtype,
             head_dim=q.shape[3],

@@ -127,6 +127,9 @@ VARIANTS = (
     _structure("bf16", 128, 1, tree=True, sink=True, fixed=128),
     _structure("fp16", 128, 16, "window_left", "alibi", tree=True),
     _structure("fp16", (192, 128), 64, "window_left", "softcap", sink=True),
+    _structure("bf16", 128, 16, "blocks"),
+    _structure("fp16", 64, 0, "block_lists", causal=False, sink=True),
+    _structure("bf16", 64, 64, "blocks_kv", packed=True),
 )
 # Rows that a kernel cannot copy by 16 bytes.
 UNALIGNED = (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..variant.masks import FunctionMask
+from ..variant.sparse.blocks import for_call
 from .decode_arguments import DecodeArguments
 from .expected import Forward, of_sequence
 from .oracle import eager_attention, oracle_attention
@@ -116,7 +117,16 @@ def _gathered(cache: Tensor, page_table: Tensor | None, number: int, length: int
 
 def _visibility(arguments: DecodeArguments, number: int, first: int) -> Callable[..., Tensor]:
     """Which key a query sees, by positions; `first` is the position of the sequence's first query."""
-    mask, tree, causal = arguments.mask, arguments.tree_mask, arguments.causal
+    q, cache, table = arguments.q, arguments.k_cache, arguments.page_table
+    sizes = (
+        arguments.seqlens_k.shape[0],
+        q.shape[-2],
+        cache.shape[2],
+        q.shape[1] if arguments.max_seqlen_q is None else arguments.max_seqlen_q,
+        cache.shape[1] * (1 if table is None else table.shape[1]),
+    )
+    mask = for_call(arguments.mask, lambda: sizes, lambda: first)
+    tree, causal = arguments.tree_mask, arguments.causal
 
     def allows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = (k == k) & (q == q)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..call.dropout import draw_seed, keep_mask, weight_of_kept
 from ..variant.masks import FunctionMask, Mask
 from ..variant.scores import Bias
+from ..variant.sparse.blocks import for_call
 from .call_arguments import DROPOUT_SEED, Arguments
 from .oracle import eager_attention, eager_gradients, oracle_attention, oracle_gradients
 
@@ -84,7 +85,7 @@ class _Sequence:
             q=own["dq"],
             k=own["dk"],
             v=own["dv"],
-            mask=None if arguments.mask is None else _numbered(arguments.mask, number),
+            mask=_numbered(_in_call(arguments, *lengths), number),
             score_mods=tuple(of_sequence(mod, number, *lengths) for mod in arguments.score_mods),
             packed=None,
         )
@@ -109,9 +110,21 @@ def _sequences(arguments: Arguments, leaves: Mapping[str, Tensor] | None = None)
         yield _Sequence(arguments, leaves or {}, number, slice(*rows), slice(*keys))
 
 
-def _numbered(mask: Mask, number: int) -> Mask:
+def _in_call(arguments: Arguments, rows: int, keys: int) -> Mask | None:
+    """The mask of a packed call, for a sequence with so many rows and keys."""
+    q, k, packed = arguments.q, arguments.k, arguments.packed
+    assert packed is not None
+    sequences = packed.cu_seqlens_q.shape[0] - 1
+    return for_call(
+        arguments.mask,
+        lambda: (sequences, q.shape[2], k.shape[2], packed.max_seqlen_q, packed.max_seqlen_k),
+        lambda: keys - rows,
+    )
+
+
+def _numbered(mask: Mask | None, number: int) -> Mask | None:
     """The mask as that of one sequence, whose number in a dense call is 0."""
-    return FunctionMask(lambda b, h, q, k: mask.allows(b + number, h, q, k))
+    return mask and FunctionMask(lambda b, h, q, k: mask.allows(b + number, h, q, k))
 
 
 def of_sequence(mod: Callable[..., Any], number: int, rows: int, keys: int) -> Callable[..., Any]:

@@ -75,6 +75,10 @@ PACKED_STRUCTURES = (
     _structure("fp32", 64, "causal", "softcap"),
     _structure("fp64", 32, "causal", "alibi"),
     _structure("fp32", 80, "window", "bias_b", sink=True),
+    _structure("bf16", 128, "blocks"),
+    _structure("fp16", 64, "block_lists", sink=True),
+    _structure("bf16", 64, "blocks_kv", "alibi"),
+    _structure("fp32", 64, "causal&blocks"),
 )
 # Of which some probabilities are dropped: other kernels.
 DROPPED_STRUCTURES = (

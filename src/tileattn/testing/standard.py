@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call.fp8 import FP8
 from ..variant.masks import Mask
+from ..variant.sparse.blocks import for_tensors
 
 
 class Attended(NamedTuple):
@@ -158,7 +159,9 @@ def attend(
     for score_mod in score_mods:
         scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
     if mask is not None:
-        scores = scores.masked_fill(~mask.allows(*index), -torch.inf)
+        seen = for_tensors(mask, inputs.q, inputs.k)
+        assert seen is not None
+        scores = scores.masked_fill(~seen.allows(*index), -torch.inf)
     logits = scores
     if sink is not None:
         logits = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)

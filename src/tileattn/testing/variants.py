@@ -11,6 +11,7 @@ from torch import Tensor
 from ..variant import math as tm
 from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from ..variant.scores import ALiBi, Bias, SoftCap
+from ..variant.sparse.blocks import BlockSparse
 from .call_arguments import ScoreFn
 from .tensors import Draw
 
@@ -25,6 +26,10 @@ class Sizes(Protocol):
     @property
     def heads(self) -> int:
         """Of the queries."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Of the keys."""
 
     @property
     def seqlen_q(self) -> int:
@@ -61,6 +66,27 @@ def _padding(draw: Draw, shape: Sizes) -> KeyPadding:
     return KeyPadding(torch.stack([kinds[i % 3][i] for i in range(shape.batch)]))
 
 
+def _blocks(draw: Draw, shape: Sizes, heads: int, block_q: int, block_k: int) -> BlockSparse:
+    """A third of the blocks; the second row and the second column of blocks are empty."""
+    blocks = draw.integers(3, shape.batch, heads, *_counted(shape, block_q, block_k)) == 0
+    blocks[:, :, 1], blocks[..., 1] = False, False
+    return BlockSparse(blocks, (block_q, block_k))
+
+
+def _block_lists(draw: Draw, shape: Sizes) -> BlockSparse:
+    """Lists that name blocks in any order, some twice, and have numbers behind their counts that do not count."""
+    rows, _ = _counted(shape, 32, 128)
+    numbers = draw.integers(max(1, -(-shape.seqlen_k // 128)), shape.batch, shape.heads, rows, 4)
+    numbers[..., 1:2] = -1
+    numbers[..., 3:] = 1_000_000
+    return BlockSparse(numbers, (32, 128), draw.integers(4, shape.batch, shape.heads, rows))
+
+
+def _counted(shape: Sizes, block_q: int, block_k: int) -> tuple[int, int]:
+    # A dimension of one block would be another kernel; more blocks than there are are never reached.
+    return max(2, -(-shape.seqlen_q // block_q)), max(2, -(-shape.seqlen_k // block_k))
+
+
 def _function(draw: Draw, shape: Sizes) -> Mask:
     return FunctionMask(lambda b, h, q, k: ((h % 2 == 0) & (k <= q)) | (k % 3 == b % 2))
 
@@ -87,6 +113,11 @@ MASKS: dict[str, Callable[[Draw, Sizes], Mask | None]] = {
     "padding": _padding,
     "causal&padding": lambda draw, shape: Causal() & _padding(draw, shape),
     "prefix|window": lambda draw, shape: _prefix(draw, shape) | _window(draw, shape),
+    "blocks": lambda draw, shape: _blocks(draw, shape, shape.heads, 64, 32),
+    "blocks_kv": lambda draw, shape: _blocks(draw, shape, shape.kv_heads, 1, 16),
+    "block_lists": _block_lists,
+    "causal&blocks": lambda draw, shape: Causal() & _blocks(draw, shape, 1, 48, 64),
+    "blocks|window": lambda draw, shape: _blocks(draw, shape, shape.heads, 64, 32) | _window(draw, shape),
     "function": _function,
     "function_tensor": _function_of_tensor,
     "function_empty_rows": _function_empty_rows,

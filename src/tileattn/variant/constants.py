@@ -8,6 +8,7 @@ import torch
 
 from .key import field_names
 from .masks import Mask
+from .sparse.blocks import blocks_of
 
 _PACKAGE = __name__.partition(".")[0] + "."
 
@@ -22,7 +23,7 @@ def constants_of(mask: Any, tensors: list[torch.Tensor] | None = None) -> tuple[
         tensors: where those of the mask are put, in the order of the operands; None for masks without tensors only. Not
             asked for are tensors with gradients, and those of a user's class, whose `check` may look at values.
     """
-    if not isinstance(mask, Mask):
+    if not isinstance(mask, Mask) or blocks_of(mask):  # a call computes with other tensors than those of blocks
         return None
     kind = type(mask)
     try:

@@ -98,7 +98,13 @@ def _encode(value: Any, operands: Operands) -> str:
     if isinstance(value, FunctionMask):
         return f"FunctionMask({_encode_function(value.fn, ('b', 'h', 'q', 'k'), operands)})"
     if isinstance(value, (Mask, ScoreMod)):
-        fields = ",".join([_encode(getattr(value, name), operands) for name in field_names(type(value))])
+        constants = getattr(type(value), "CONSTANTS", ())
+        fields = ",".join(
+            [
+                f"={getattr(value, name)}" if name in constants else _encode(getattr(value, name), operands)
+                for name in field_names(type(value))
+            ]
+        )
         return f"{type(value).__name__}({fields})"
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, operands)

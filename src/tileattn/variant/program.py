@@ -198,6 +198,9 @@ class _Reader:
             return self._function()
         if self.rest.startswith("t:"):
             return self._tensor()
+        if match := re.match(r"=(\d+)", self.rest):
+            self._take(match[0])
+            return int(match[1])
         kind, self.rest = self.rest[0], self.rest[1:]
         if kind == "-":
             return None

@@ -17,6 +17,7 @@ from tileattn.reference import RowState
 from tileattn.reference.standard import heads_first, positions, tile_scores
 from tileattn.reference.tiled import masked
 from tileattn.variant.key import normalize
+from tileattn.variant.sparse.blocks import for_tensors
 from tileattn.variant.validation import check_variant
 from tileattn.viz.checks import check_element, check_sizes, check_tile_count
 from tileattn.viz.style import (
@@ -118,6 +119,7 @@ def row_scores(
     check_element("b", b, q.shape[0], "batch elements")
     check_element("h", h, q.shape[2], "heads")
     masks, mods = normalize(mask, score_mod, causal)
+    masks = for_tensors(masks, q, k)
     check_variant(masks, mods, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     q_bh, k_bh, _ = heads_first(q.double(), k.double(), k.double())
     rows, keys = slice(row % q.shape[1], row % q.shape[1] + 1), slice(0, k.shape[1])

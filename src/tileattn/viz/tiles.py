@@ -28,6 +28,8 @@ from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate
+from tileattn.variant.sparse.blocks import BlockSparse, blocks_of, for_call
+from tileattn.variant.sparse.known_blocks import KnownBlocks
 from tileattn.variant.sparse.neighborhood import Neighborhood
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
@@ -148,7 +150,11 @@ def variant_of(
         ValueError: the mask's tensors do not fit the lengths or have no such b or h.
     """
     normalized, _ = normalize(mask, None, causal)
-    key, operands = encode(normalized, ())
+    # A map is of any one batch element and head: as many as the blocks have, and query heads that share none.
+    shapes = [(max(b + 1, mask.blocks.shape[0]), max(h + 1, mask.blocks.shape[1])) for mask in blocks_of(normalized)]
+    most, heads = (max(sizes) for sizes in zip(*shapes)) if shapes else (1, 1)
+    in_call = for_call(normalized, lambda: (most, heads, heads, seqlen_q, seqlen_k), lambda: seqlen_k - seqlen_q)
+    key, operands = encode(in_call, ())
     traced = program(key)
     batch, heads = _count("b", b, "batch elements", traced, operands), _count("h", h, "heads", traced, operands)
     if normalized is not None:
@@ -169,7 +175,9 @@ def described(mask: Mask | None) -> str:
         )
     if isinstance(mask, FunctionMask):
         return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
-    if isinstance(mask, Neighborhood):
+    if isinstance(mask, KnownBlocks):
+        return described(mask.mask)
+    if isinstance(mask, (BlockSparse, Neighborhood)):
         return repr(mask)
     fields = [field for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
     values = ["..." if isinstance(x := getattr(mask, field.name), Tensor) else str(x) for field in fields]

@@ -10,6 +10,7 @@ from torch import Tensor
 from tileattn.call.validation import check_arguments
 from tileattn.reference import standard_attention
 from tileattn.variant.key import normalize
+from tileattn.variant.sparse.blocks import for_tensors
 from tileattn.variant.validation import check_variant
 from tileattn.viz.checks import check_element
 from tileattn.viz.style import LIGHT, SEQUENTIAL, counted, empty_figure, heading, integer_ticks, titled
@@ -50,6 +51,7 @@ def attention_weights(
             raise ValueError(f"{name} must have 1 to {MOST_TOKENS} tokens for a picture, got {tensor.shape[1]}")
     masks, mods = normalize(mask, score_mod, causal)
     batch, seqlen_k, kv_heads, _ = k.shape
+    masks = for_tensors(masks, q, k)
     check_variant(masks, mods, batch, q.shape[2], q.shape[1], seqlen_k)
     # The value of key j is the j-th unit vector, so that the weighted sum of the values is the row of weights.
     one_hot = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)[None, :, None]

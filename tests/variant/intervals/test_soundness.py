@@ -18,18 +18,23 @@ from tests.tools.tile_counts import exact_kinds, random_tiles
 from tileattn import math as tm
 from tileattn.variant.expression import TensorSymbol, symbol
 from tileattn.variant.intervals.tiles import Kind, tile_kinds
+from tileattn.variant.intervals.values import Ends
 from tileattn.variant.reading import parse
 from tileattn.variant.tracing.trace import trace
 
 SIZE = 40
 
 
-def needless(case: RandomMask, tiles: int, seed: int, cuts: int = 0) -> float:
+def needless(case: RandomMask, tiles: int, seed: int, cuts: int = 0, *, read: bool = True) -> float:
     """Checks the kinds of random tiles, as PyTorch and as kernels compute. Returns the share of mixed ones that
     both have as hidden or whole."""
     q, k = random_tiles(tiles, case.q[1], torch.Generator().manual_seed(seed))
     positions = tuple(end + case.q[0] for end in q), tuple(end + case.k[0] for end in k)
-    kinds = tile_kinds(case.expr, case.values, *positions, case.values["b"], case.values["h"], cuts=cuts)
+    b, h = case.values["b"], case.values["h"]
+    if not read:  # as on a device: the bounds of all positions are known only roughly
+        positions = tuple(Ends(*ends, (-(2**24), 2**24), 15) for ends in positions)
+        b, h = (Ends(torch.tensor(each), torch.tensor(each), (0, 9)) for each in (b, h))
+    kinds = tile_kinds(case.expr, case.values, *positions, b, h, cuts=cuts)
     exact = [exact_kinds(allowed, q, k) for allowed in (case.allowed(), case.allowed_in_kernels())]
     for of_backend in exact:
         wrong = ((kinds != Kind.MIXED) & (kinds != of_backend)).nonzero()
@@ -41,7 +46,7 @@ def needless(case: RandomMask, tiles: int, seed: int, cuts: int = 0) -> float:
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_expressions(kind: str, seed: int) -> None:
-    needless(Generator(Random(seed), kind, SIZE).mask(), 300, seed, cuts=seed % 3)
+    needless(Generator(Random(seed), kind, SIZE).mask(), 300, seed, cuts=seed % 3, read=seed % 2 == 0)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -196,6 +201,35 @@ EXACT = (
 def test_rules_that_are_exact(rule: str) -> None:
     found, exact = kinds_of(rectangle(RULES[rule]))
     assert torch.equal(found, exact[0])
+
+
+TABLE = torch.tensor([5, 1, 4, 2, 8, 0, 7, 3, 6, 9], dtype=torch.int32)
+INDICES: dict[str, Callable[..., Any]] = {
+    "quotients": lambda q, k: q // 5,
+    "quotients of sums": lambda q, k: (q + k + 3) // 7,
+    "multiples": lambda q, k: 2 * k - q,
+    "remainders": lambda q, k: (q + 2) % 6,
+    "extremes": lambda q, k: tm.minimum(tm.maximum(q - 3, 0), k),
+    "nested": lambda q, k: TABLE[k] // 2,
+    "conditions": lambda q, k: (q > 7) + (k > 3),
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("tile", [1, 3, 4, 5])
+def test_loads_where_the_width_of_tiles_is_known(index: str, tile: int) -> None:
+    """All elements that a tile may read are among those that are looked at, and no others where one index is affine."""
+    case = rectangle(lambda b, h, q, k: TABLE[INDICES[index](q, k)] > 3, first=0, rows=20, columns=20)
+    for offset in range(tile):
+        first = torch.arange(offset, 20, tile)
+        last = (first + tile - 1).clamp(max=19)
+        q, k = Ends(first[:, None], last[:, None], (0, 19), tile - 1), Ends(first, last, (0, 19), tile - 1)
+        kinds = tile_kinds(case.expr, case.values, q, k)
+        shape = kinds.shape
+        exact = exact_kinds(case.allowed(), *(tuple(end.expand(shape) for end in ends[:2]) for ends in (q, k)))
+        assert not ((kinds != Kind.MIXED) & (kinds != exact)).any()
+        if index in ("quotients", "quotients of sums"):
+            assert torch.equal(kinds, exact)
 
 
 def test_a_table_that_is_written_in_place_is_read_again() -> None:

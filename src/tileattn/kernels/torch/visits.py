@@ -7,14 +7,13 @@ seen as a whole.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...variant.evaluated import EvaluatedMask
 from ...variant.expression import has_symbol
-from ...variant.intervals.tiles import Kind, common, grid, tile_kinds, traced
+from ...variant.intervals.tiles import Kind, common, grid, numbers, tile_kinds, traced
+from ...variant.intervals.values import Ends
 from ...variant.masks import And, Mask, Or
 from .mask import KeyRange, ScoreMatrix, Stretch, key_ranges
 
@@ -65,8 +64,10 @@ def _kinds(matrix: ScoreMatrix, mask: Mask, block_M: int) -> Tensor:
     """The kind of each cell for all heads together: int8 (batch or 1, blocks, cells)."""
     allows, values = (mask.program.allows, mask.values) if isinstance(mask, EvaluatedMask) else traced(mask)
     q, k = grid(matrix.seqlen_q, matrix.seqlen_k, block_M, CELL, matrix.device)
-    b: Any = matrix.arange(matrix.numbers)[:, None, None, None] if has_symbol(allows, "b") else matrix.numbers.start
-    h: Any = matrix.arange(slice(0, matrix.heads))[:, None, None] if has_symbol(allows, "h") else 0
+    first, end = matrix.numbers.start, matrix.numbers.stop
+    element = matrix.arange(matrix.numbers)[:, None, None, None]
+    b = Ends(element, element, (first, end - 1), 0) if has_symbol(allows, "b") else first
+    h = numbers(matrix.heads, 3, matrix.device) if has_symbol(allows, "h") else 0
     kinds = tile_kinds(allows, values, q, k, b, h)
     kinds = kinds.reshape(-1, *kinds.shape[-3:]) if kinds.dim() > 2 else kinds[None, None]
     kinds = common(kinds, 1)

@@ -12,6 +12,7 @@ pytest.importorskip("tilelang")
 
 from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 from tileattn import (
+    BlockSparse,
     Causal,
     Dilated,
     FunctionMask,
@@ -29,6 +30,7 @@ from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
+from tileattn.variant.sparse.blocks import for_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
 
@@ -54,6 +56,7 @@ PATTERNS: dict[str, Mask] = {
     "window or global": SlidingWindow(3, 3) | GlobalTokens(2),
     "neighborhood of an image": Neighborhood((4, 5), 3),
     "neighborhood of a video": Neighborhood((2, 3, 3), (2, 2, 3)),
+    "blocks": BlockSparse(torch.arange(16).view(1, 1, 4, 4) % 3 > 0, (16, 32)),
     "images": ImageTextDocuments(PLACE // 11, PLACE % 7 // 3 - 1),
 }
 
@@ -74,7 +77,7 @@ def _check(
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, SEQLEN_Q, HEADS, 16), (1, SEQLEN_K, HEADS, 16), (1, SEQLEN_K, HEADS, 16))
     q, k, v = (torch.randn(shape, generator=generator).half() for shape in shapes)
-    variant, operands = encode(mask, mods)
+    variant, operands = encode(for_tensors(mask, q, k), mods)
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
     monkeypatch.setattr(
         forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
