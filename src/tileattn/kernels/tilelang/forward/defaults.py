@@ -12,6 +12,7 @@ from ....variant.program import Program, program
 from ..architecture import padded
 from ..tile.key_range import key_range
 from ..tile.steady import is_uniform
+from ..tile_lists import is_listed
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
 from .config import ForwardConfig, HopperConfig, hopper_dims, is_valid
@@ -49,6 +50,9 @@ def defaults(call: AttentionCall) -> list[Config]:
     configs = [default(call, 1), default(call, LONG)]
     tile = wide(call)
     configs += [tile] if tile is not None else []
+    if is_listed(call.variant) and not call.packed and call.dtype.itemsize == 2:
+        hopper = [config for config in configs if isinstance(config, HopperConfig)]
+        configs += [dataclasses.replace(config, listed=True) for config in hopper]
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
 
 

@@ -48,6 +48,7 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
+from ...tile.lists import ALL, MIXED
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -66,7 +67,7 @@ from .copied_tile import (
     write_out_gradient,
 )
 from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
-from .loads import first_head, head_count, load_keys, load_rows, tiles_of_head
+from .loads import first_head, head_count, line_of_head, load_keys, load_rows, tiles_of_head
 from .plan import (
     BATCH,
     DQ_PARITY,
@@ -165,21 +166,23 @@ def next_stage(plan, w):
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
 
 
-def scores_at(plan, arg, w, h, row):
-    """The tile of scores of a head's queries from `row` on."""
+def scores_at(plan, arg, w, h, row, masked):
+    """The tile of scores of a head's queries from `row` on. masked: whether a listed tile needs the mask."""
+    if not plan.listed:
+        masked = (row < w.rows[2]) | (row + plan.block_M > w.rows[3])
     return w.scores.at(
         b=w.task[BATCH],
         h=h,
         row=row,
         k_lo=w.task[KEY],
-        masked=(row < w.rows[2]) | (row + plan.block_M > w.rows[3]),
+        masked=masked,
     )
 
 
 @T.macro
-def advance(plan, arg, w, h, row):
+def advance(plan, arg, w, h, row, masked=None):
     """One iteration: a tile of queries."""
-    scores = scores_at(plan, arg, w, h, row)
+    scores = scores_at(plan, arg, w, h, row, masked)
     multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
         take_tile(plan, w)
@@ -280,6 +283,14 @@ def find_rows(plan, w, h):
 
 
 @T.macro
+def find_line(plan, arg, w, h):
+    """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask."""
+    w.rows[0] = line_of_head(plan, arg, w, h)
+    w.rows[1] = arg.list_counts[w.rows[0], ALL]
+    w.rows[2] = arg.list_counts[w.rows[0], MIXED]
+
+
+@T.macro
 def consume(plan, arg, w):
     T.fill(w.acc_dv, 0)
     T.fill(w.acc_dk, 0)
@@ -289,15 +300,23 @@ def consume(plan, arg, w):
     T.barrier_wait(w.kv_ready[0], 0)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
-        find_rows(plan, w, h)
+        if plan.listed:
+            find_line(plan, arg, w, h)
+        else:
+            find_rows(plan, w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
         if plan.call.dropout:
             dropout.enter_head(w.scores.pattern.words, arg, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
-        for number in T.serial(w.rows[0], w.rows[1]):
-            advance(plan, arg, w, h, number * plan.block_M)
+        if plan.listed:
+            for step in T.serial(w.rows[1]):
+                row = T.alloc_var("int32", init=arg.list_tiles[w.rows[0], step] * plan.block_M)
+                advance(plan, arg, w, h, row, step < w.rows[2])
+        else:
+            for number in T.serial(w.rows[0], w.rows[1]):
+                advance(plan, arg, w, h, number * plan.block_M)
         for index, number in plan.sums_by_key.items():
             write_out_sums(w.sums[number], arg.written_out[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)

@@ -40,6 +40,7 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP, slices
+from ...tile.lists import ALL, MIXED, line_of
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -100,6 +101,20 @@ class QueriesPlan(TilePlan):
         return k, v, k if self.config.tile_stages == self.config.k_stages else v
 
 
+# With lists w.task[FIRST] is the block's line.
+
+
+def key_of_step(plan, arg, w, step):
+    """The first key of the step-th listed tile."""
+    return arg.list_tiles[w.task[FIRST], step] * plan.block_N
+
+
+def mixed_tiles(arg, w):
+    """How many tiles need the mask: the one tile of a line without any does, too."""
+    line = w.task[FIRST]
+    return T.if_then_else(arg.list_counts[line, ALL] > 0, arg.list_counts[line, MIXED], 1)
+
+
 # --- The warps of the producer warpgroup, which have few registers ---
 
 
@@ -119,7 +134,9 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
     T.barrier_arrive(rows_ready[0])
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(keys.stages)
-    for _ in T.serial(w.task[COUNT]):
+    for j in T.serial(w.task[COUNT]):
+        if plan.listed:
+            key = key_of_step(plan, arg, w, j)
         T.barrier_wait(keys.free[ring.stage], ring.parity)
         T.tma_copy(
             keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
@@ -127,7 +144,8 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
             barrier=keys.ready[ring.stage],
         )
         T.barrier_arrive(keys.ready[ring.stage])
-        key += plan.block_N
+        if not plan.listed:
+            key += plan.block_N
         ring.advance()
 
 
@@ -139,9 +157,12 @@ def load_tiles(plan, arg, w):
     row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(plan.config.tile_stages)
-    for _ in T.serial(w.task[COUNT]):
+    for j in T.serial(w.task[COUNT]):
+        if plan.listed:
+            key = key_of_step(plan, arg, w, j)
         load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
-        key += plan.block_N
+        if not plan.listed:
+            key += plan.block_N
         ring.advance()
 
 
@@ -181,16 +202,17 @@ def probabilities(plan, w, scores):
         tile.weigh(w.kept[index], w.acc_s, at)
 
 
-def scores_at(plan, w, k_lo):
-    """The tile of scores of the keys from `k_lo` on."""
-    masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
+def scores_at(plan, w, k_lo, masked):
+    """The tile of scores of the keys from `k_lo` on. masked: whether a listed tile needs the mask."""
+    if not plan.listed:
+        masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
     return w.scores.at(b=w.task[BATCH], h=w.task[HEAD], row=w.task[ROW], k_lo=k_lo, masked=masked)
 
 
 @T.macro
-def advance(plan, w, k_lo, follows):
+def advance(plan, w, k_lo, follows, masked=None):
     """One iteration: the previous tile's part of dQ, if this tile `follows` another, and dS of this tile."""
-    scores = scores_at(plan, w, k_lo)
+    scores = scores_at(plan, w, k_lo, masked)
     if follows:
         add_dq(w)
     multiply_transposed(w.k_ready, w.k_ring, w.q, w.k[w.k_ring.stage, :, :], w.acc_s)
@@ -235,11 +257,14 @@ def store(plan, arg, w):
 @T.macro
 def consume(plan, arg, w):
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
-    full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
-    w.full[0] = w.uniform(full_lo)
-    # If the tile ends beyond the last query, all its scores are masked: the modification may be NaN there.
-    w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
+    if plan.listed:
+        w.full[0] = mixed_tiles(arg, w)
+    else:
+        q_lo = row + arg.seqlen_k - arg.seqlen_q
+        full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
+        w.full[0] = w.uniform(full_lo)
+        # If the tile ends beyond the last query, all its scores are masked: the modification may be NaN there.
+        w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
     T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
     T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
     T.fill(w.acc_dq, 0)
@@ -251,9 +276,16 @@ def consume(plan, arg, w):
         dropout.enter_head(w.scores.pattern.words, arg, b, h)
     T.barrier_wait(w.q_ready[0], 0)
     T.barrier_wait(w.do_ready[0], 0)
-    advance(plan, w, w.task[FIRST] * plan.block_N, False)
-    for j in T.serial(w.task[COUNT] - 1):
-        advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N, True)
+    if plan.listed:
+        key = T.alloc_var("int32", init=key_of_step(plan, arg, w, 0))
+        advance(plan, w, key, False, 0 < w.full[0])
+        for j in T.serial(w.task[COUNT] - 1):
+            key = key_of_step(plan, arg, w, 1 + j)
+            advance(plan, w, key, True, 1 + j < w.full[0])
+    else:
+        advance(plan, w, w.task[FIRST] * plan.block_N, False)
+        for j in T.serial(w.task[COUNT] - 1):
+            advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N, True)
     add_dq(w)
     await_product(w.acc_dq, 0)
     store(plan, arg, w)
@@ -339,12 +371,16 @@ def find_task(plan, arg, at, mine, w):
     w.task[BATCH] = at.uniform(at.number(mine.pair))
     w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
-    q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
-    q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
-    kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-    w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
-    # At least one tile, masked as a whole if no key is visible.
-    w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
+    if plan.listed:
+        w.task[FIRST] = line_of(arg, w.task[BATCH], w.task[HEAD], T.truncdiv(w.task[ROW], plan.block_M))
+        w.task[COUNT] = T.max(arg.list_counts[w.task[FIRST], ALL], 1)
+    else:
+        q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
+        q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
+        kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
+        w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
+        # At least one tile, masked as a whole if no key is visible.
+        w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
 
 
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:

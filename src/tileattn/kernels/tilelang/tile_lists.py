@@ -1,0 +1,194 @@
+"""Lists of the tiles of scores that a mask does not hide, made on the device before a launch. Imports no TileLang.
+
+A kernel walks over a range of keys, which the mask's own ranges tell. No range can be read off a user's function, and
+two masks joined by `|` have a hull at best. For these the interval analysis (:mod:`tileattn.variant.intervals`) says of
+each tile whether it is hidden, whole or mixed, and kernels walk over lists: for each row of tiles the mixed ones, in
+ascending order, then the whole ones. (For dk and dv: for each column of tiles.)
+
+Only operations of PyTorch make them, of fixed shapes, and the host reads none of their results. So a CUDA graph
+captures them with the call, and a replay finds what the mask's tensors then hold.
+
+Memory: 4 bytes a tile, 8 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on the
+batch element or on the head has that for each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.facts import AttentionCall
+from ...call.inputs import Operands
+from ...variant.evaluated import values_of
+from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
+from ...variant.intervals.tiles import Kind, grid, tile_kinds
+from ...variant.program import Program, has_ranges_only, program
+from ...variant.reading import evaluate
+
+# Below so many tiles of 128 by 128 a call is over before its lists would be made.
+FEWEST_TILES, USUAL_TILE = 64, 128
+# Planes are analysed together up to so many tiles, so that bounds in 64 bits take some 100 MB at most.
+MOST_AT_ONCE = 2**21
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call that its lists depend on."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Cut(NamedTuple):
+    """How a kernel cuts the scores into tiles, and walks over them.
+
+    Attributes:
+        block_M: rows of queries in a tile.
+        block_N: keys in a tile.
+        by_keys: whether there is a line for each tile of keys, which lists tiles of queries; else the other way round.
+        masks_queries: whether a tile that ends beyond the last query counts as mixed. One that ends beyond the last key
+            always does.
+    """
+
+    block_M: int
+    block_N: int
+    by_keys: bool = False
+    masks_queries: bool = False
+
+
+class TileLists(NamedTuple):
+    """The tiles that a kernel visits.
+
+    A *line* is a row of tiles (or a column, :class:`Cut`) of a plane: line number ``b * batch_step + h * head_step +
+    i`` is the i-th of batch element b and head h. A step is 0 where the mask does not depend on the batch element, or
+    on the head.
+
+    Attributes:
+        tiles: int32 (lines, capacity): each line's numbers of tiles, first the mixed ones, then the whole ones, each in
+            ascending order. Behind them are those of the hidden tiles.
+        counts: int32 (lines, 2): how many tiles are mixed, and how many are mixed or whole.
+        batch_step, head_step: see above.
+    """
+
+    tiles: Tensor
+    counts: Tensor
+    batch_step: int
+    head_step: int
+
+
+@functools.lru_cache(maxsize=1024)
+def is_listed(variant: str) -> bool:
+    """Whether the mask of a variant key is walked by lists in calls that are long enough (:func:`pays`).
+
+    Masks that know their ranges, and their intersections, are not. Neither is one that reads a matrix of queries and
+    keys: the bounds of its tiles would take several passes over it.
+    """
+    return not has_ranges_only(variant) and not any(_is_of_pairs(node) for node in nodes(program(variant).allows))
+
+
+def _is_of_pairs(node: Expr) -> bool:
+    if node.op != "load":
+        return False
+    indices = [index for index in node.args[1:] if has_symbol(index, "q") or has_symbol(index, "k")]
+    return len(indices) > 1
+
+
+def pays(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bool:
+    """Whether a call of these sizes, (batch, seqlen, heads, head_dim), takes its tiles from lists.
+
+    Its kernels must be those of the Hopper schedules, which the caller knows.
+    """
+    if not call.variant or call.packed or call.dtype.itemsize != 2:
+        return False
+    tiles = math.prod(-(-shape[1] // USUAL_TILE) for shape in (q_shape, k_shape))
+    return tiles >= FEWEST_TILES and is_listed(call.variant)
+
+
+@functools.lru_cache(maxsize=1024)
+def tensors_of(variant: str) -> tuple[int, ...]:
+    """The numbers of the tensors, among those of the operands, that the mask reads."""
+    traced = program(variant)
+    expressions = (traced.allows, *traced.kv_range, *traced.full_range)
+    loads = [node.args[0] for each in expressions for node in nodes(each) if node.op in ("load", "size")]
+    names = {each.name if isinstance(each, TensorSymbol) else str(each) for each in loads}
+    return tuple(sorted(int(name[1:]) for name in names))
+
+
+def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
+    """The lists of a call.
+
+    Args:
+        variant: the key of a mask, and of score modifications, which have no part in it.
+        operands: of the variant; tensors on the device.
+        sizes: all at least 1.
+    """
+    traced, values = program(variant), values_of(operands)
+    q, k = grid(sizes.seqlen_q, sizes.seqlen_k, cut.block_M, cut.block_N, device)
+    rows, columns = len(q[0]), len(k[0])
+    lines, capacity = (columns, rows) if cut.by_keys else (rows, columns)
+    by_batch, by_head = (_depends(traced, name) for name in "bh")
+    batch, heads = sizes.batch if by_batch else 1, sizes.heads if by_head else 1
+    planes = batch * heads
+    tiles = torch.empty(planes * lines, capacity, dtype=torch.int32, device=device)
+    counts = torch.empty(planes * lines, 2, dtype=torch.int32, device=device)
+    at_once = max(MOST_AT_ONCE // (rows * columns), 1)
+    for first in range(0, planes, at_once):
+        plane = torch.arange(first, min(first + at_once, planes), device=device)[:, None, None]
+        b = plane // heads if by_batch else 0
+        h = plane % heads if by_head else 0
+        kinds = _kinds(traced, values, sizes, q, k, b, h)
+        kinds = _ends_masked(kinds.expand(len(plane), rows, columns), sizes, cut)
+        kinds = kinds.transpose(1, 2).contiguous() if cut.by_keys else kinds
+        part = slice(first * lines, (first + len(plane)) * lines)
+        fill_lists(kinds.reshape(-1, capacity), tiles[part], counts[part])
+    return TileLists(tiles, counts, heads * lines * by_batch, lines * by_head)
+
+
+def fill_lists(kinds: Tensor, tiles: Tensor, counts: Tensor) -> None:
+    """Writes lists and counts (:class:`TileLists`) of kinds, int8 (lines, capacity)."""
+    rank = (kinds + 2) % 3  # mixed 0, whole 1, hidden 2
+    tiles.copy_(rank.sort(dim=1, stable=True).indices)
+    counts[:, 0] = (kinds == Kind.MIXED).sum(1)
+    counts[:, 1] = (kinds != Kind.HIDDEN).sum(1)
+
+
+def _depends(traced: Program, name: str) -> bool:
+    expressions = (traced.allows, *traced.kv_range, *traced.full_range)
+    return any(has_symbol(each, name) for each in expressions)
+
+
+def _kinds(traced: Program, values: Mapping[str, Any], sizes: Sizes, q: Any, k: Any, b: Any, h: Any) -> Tensor:
+    """The kinds of all tiles, by the mask's expression and by its own ranges."""
+    first = sizes.seqlen_k - sizes.seqlen_q
+    spans = {
+        "q": (first, sizes.seqlen_k - 1),
+        "k": (0, sizes.seqlen_k - 1),
+        "b": (0, sizes.batch - 1) if isinstance(b, Tensor) else (0, 0),
+        "h": (0, sizes.heads - 1) if isinstance(h, Tensor) else (0, 0),
+    }
+    kinds = tile_kinds(traced.allows, dict(values), q, k, b, h, spans=spans)
+    position = {**values, "b": b, "h": h, "q_lo": q[0], "q_hi": q[1], "seqlen_k": sizes.seqlen_k}
+    if any(isinstance(bound, Expr) and str(bound) != "seqlen_k" for bound in traced.kv_range):
+        lo, hi = (evaluate(bound, position) for bound in traced.kv_range)
+        kinds = torch.where((k[1] < lo) | (k[0] >= hi), Kind.HIDDEN, kinds)
+    if any(isinstance(bound, Expr) for bound in traced.full_range):
+        lo, hi = (evaluate(bound, position) for bound in traced.full_range)
+        kinds = torch.where((k[0] >= lo) & (k[1] < hi), Kind.WHOLE, kinds)
+    return kinds.to(torch.int8)
+
+
+def _ends_masked(kinds: Tensor, sizes: Sizes, cut: Cut) -> Tensor:
+    """The kinds, where whole tiles that end beyond the last key, or query, are mixed: kernels mask them."""
+    beyond = [(2, sizes.seqlen_k % cut.block_N), (1, cut.masks_queries and sizes.seqlen_q % cut.block_M)]
+    dims = [dim for dim, rest in beyond if rest]
+    if dims:
+        kinds = kinds.clone()
+    for dim in dims:
+        kinds.select(dim, -1).clamp_(max=Kind.MIXED)
+    return kinds
