@@ -12,7 +12,7 @@ from tilelang.language.eager.builder import Builder
 
 from ...tile.assume import assume_aligned
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
-from ...tile.lists import ALL
+from ...tile.lists import length_of_line, tile_of_line
 from ...tile.matrices import accumulator_layout, load_matrices, store_matrices, transposed
 from .. import tile
 from ..operand_gradients import ADDED
@@ -93,8 +93,9 @@ def load_tiles(plan, arg, w):
         outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
         if plan.listed:
             line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
-            for step in T.serial(arg.list_counts[line, ALL]):
-                q_lo = arg.list_tiles[line, step] * plan.block_M + arg.seqlen_k - arg.seqlen_q
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                q_lo = tile_of_line(arg, line, step) * plan.block_M + arg.seqlen_k - arg.seqlen_q
                 row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
                 load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
                 ring.advance()
@@ -184,8 +185,9 @@ def take_gradients(plan, arg, w):
         h = first_head(plan, arg, w) + g
         if plan.listed:
             line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
-            for step in T.serial(arg.list_counts[line, ALL]):
-                listed = T.alloc_var("int32", init=arg.list_tiles[line, step])
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                listed = T.alloc_var("int32", init=tile_of_line(arg, line, step))
                 take_gradient(plan, arg, w, h, listed, 0, parity)
                 take_gradient(plan, arg, w, h, listed, 1, parity)
                 parity = parity ^ 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...tile.hopper import WARPGROUP
-from ...tile.lists import ALL
+from ...tile.lists import length_of_line, tile_of_line
 from ...tile.matrices import store_matrices, transposed
 from ...tile.softmax import ROWS
 from .copied_tile import take_gradient
@@ -40,8 +40,9 @@ def add_dq(plan, arg, w):
         h = first_head(plan, arg, w) + g
         if plan.listed:
             line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
-            for step in T.serial(arg.list_counts[line, ALL]):
-                add_tile(plan, arg, w, h, arg.list_tiles[line, step] * plan.sum_rows, parity)
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                add_tile(plan, arg, w, h, tile_of_line(arg, line, step) * plan.sum_rows, parity)
                 parity = parity ^ 1
         else:
             row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)

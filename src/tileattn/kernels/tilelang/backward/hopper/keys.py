@@ -48,7 +48,7 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
-from ...tile.lists import ALL, MIXED
+from ...tile.lists import length_of_line, mixed_of_line, tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -286,8 +286,8 @@ def find_rows(plan, w, h):
 def find_line(plan, arg, w, h):
     """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask."""
     w.rows[0] = line_of_head(plan, arg, w, h)
-    w.rows[1] = arg.list_counts[w.rows[0], ALL]
-    w.rows[2] = arg.list_counts[w.rows[0], MIXED]
+    w.rows[1] = length_of_line(arg, w.rows[0])
+    w.rows[2] = mixed_of_line(arg, w.rows[0])
 
 
 @T.macro
@@ -312,7 +312,7 @@ def consume(plan, arg, w):
             T.fill(w.sums[number], 0)
         if plan.listed:
             for step in T.serial(w.rows[1]):
-                row = T.alloc_var("int32", init=arg.list_tiles[w.rows[0], step] * plan.block_M)
+                row = T.alloc_var("int32", init=tile_of_line(arg, w.rows[0], step) * plan.block_M)
                 advance(plan, arg, w, h, row, step < w.rows[2])
         else:
             for number in T.serial(w.rows[0], w.rows[1]):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from ...tile.lists import ALL, line_of
+from ...tile.lists import length_of_line, line_of, tile_of_line
 from .plan import BATCH, FIRST_HEAD, HEADS, KEY, KV_HEAD
 from .stages import Ring, loading_ring
 
@@ -36,8 +36,9 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
         h = first_head(plan, arg, w) + g
         if plan.listed:
             line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
-            for step in T.serial(arg.list_counts[line, ALL]):
-                row = T.alloc_var("int32", init=arg.list_tiles[line, step] * plan.block_M)
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                row = T.alloc_var("int32", init=tile_of_line(arg, line, step) * plan.block_M)
                 T.barrier_wait(free[ring.stage], ring.parity)
                 copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
                 T.barrier_arrive(ready[ring.stage])

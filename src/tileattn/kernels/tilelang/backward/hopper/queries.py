@@ -40,7 +40,7 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP, slices
-from ...tile.lists import ALL, MIXED, line_of
+from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -106,13 +106,13 @@ class QueriesPlan(TilePlan):
 
 def key_of_step(plan, arg, w, step):
     """The first key of the step-th listed tile."""
-    return arg.list_tiles[w.task[FIRST], step] * plan.block_N
+    return tile_of_line(arg, w.task[FIRST], step) * plan.block_N
 
 
 def mixed_tiles(arg, w):
     """How many tiles need the mask: the one tile of a line without any does, too."""
     line = w.task[FIRST]
-    return T.if_then_else(arg.list_counts[line, ALL] > 0, arg.list_counts[line, MIXED], 1)
+    return T.if_then_else(length_of_line(arg, line) > 0, mixed_of_line(arg, line), 1)
 
 
 # --- The warps of the producer warpgroup, which have few registers ---
@@ -373,7 +373,7 @@ def find_task(plan, arg, at, mine, w):
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
     if plan.listed:
         w.task[FIRST] = line_of(arg, w.task[BATCH], w.task[HEAD], T.truncdiv(w.task[ROW], plan.block_M))
-        w.task[COUNT] = T.max(arg.list_counts[w.task[FIRST], ALL], 1)
+        w.task[COUNT] = T.max(length_of_line(arg, w.task[FIRST]), 1)
     else:
         q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
         q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1

@@ -45,7 +45,7 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARPGROUP
-from ...tile.lists import ALL, MIXED
+from ...tile.lists import length_of_line, mixed_of_line, tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout, store_matrices
 from ...tile.softmax import ROWS
@@ -142,7 +142,7 @@ def head_of(arg, w):
 
 def number_of_tile(plan, arg, w):
     """The number of the warpgroup's tile, w.at[TILE]; of a listed one, which that is the place of in its line."""
-    return arg.list_tiles[line_of_head(plan, arg, w, head_of(arg, w)), w.at[TILE]] if plan.listed else w.at[TILE]
+    return tile_of_line(arg, line_of_head(plan, arg, w, head_of(arg, w)), w.at[TILE]) if plan.listed else w.at[TILE]
 
 
 @T.macro
@@ -221,9 +221,9 @@ def enter_head(plan, arg, w):
     h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
     if plan.listed:
         line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
-        w.full[0] = arg.list_counts[line, MIXED]
+        w.full[0] = mixed_of_line(arg, line)
         w.at[TILE] = 0
-        w.at[END] = arg.list_counts[line, ALL]
+        w.at[END] = length_of_line(arg, line)
     else:
         full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
         w.full[0] = w.uniform(full_lo)
@@ -286,7 +286,7 @@ def consume(plan, arg, w):
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         if plan.listed:
-            count += arg.list_counts[line_of_head(plan, arg, w, h), ALL]
+            count += length_of_line(arg, line_of_head(plan, arg, w, h))
         else:
             count += T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
     T.fill(w.acc, 0)

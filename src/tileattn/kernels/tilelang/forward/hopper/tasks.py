@@ -7,7 +7,7 @@ import tilelang.language as T
 from ...packed.ragged import tile as ragged_tile
 from ...packed.tasks import find_task
 from ...tile.expressions import Emitter
-from ...tile.lists import ALL, MIXED, line_of
+from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import Visibility
 from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
 
@@ -54,7 +54,7 @@ def tile_of_step(plan, arg, w, j, count, right, left):
     Of a listed task it is read from its line, where those that need the mask come first as well.
     """
     if plan.listed:
-        return T.alloc_var("int32", init=arg.list_tiles[w.task[FIRST_KEY], j])[0]
+        return T.alloc_var("int32", init=tile_of_line(arg, w.task[FIRST_KEY], j))[0]
     inner = count - 1 - j + left  # right ones: count - 1 - j; after them `left` steps went elsewhere
     if not plan.masks_inside:
         return count - 1 - j
@@ -98,10 +98,8 @@ def write_message(plan, arg, w, turn, tile):
     if plan.listed:
         # At least one tile here as well: the first of the line, which is hidden then.
         first = T.alloc_var("int32", init=line_of(arg, b, h, T.truncdiv(row, plan.rows)))
-        seen = T.alloc_var("int32", init=arg.list_counts[first, ALL])
+        seen = T.alloc_var("int32", init=length_of_line(arg, first))
         count = T.max(seen, 1)
-        right = T.if_then_else(seen > 0, arg.list_counts[first, MIXED], 1)
-        left = 0
     else:
         visible = Visibility(plan.traced, emit, of.seqlen_k)
         q_lo = row + of.seqlen_k - of.seqlen_q
@@ -114,14 +112,16 @@ def write_message(plan, arg, w, turn, tile):
         count = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi - first, plan.block_N), 1))
         full_begin = T.ceildiv(T.max(full_lo - first, 0), plan.block_N)
         full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
-        right = count - full_end
-        left = T.min(full_begin, full_end)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
     w.message[turn % plan.messages, ROW] = row
     w.message[turn % plan.messages, FIRST_KEY] = first
-    w.message[turn % plan.messages, RIGHT] = right
-    w.message[turn % plan.messages, LEFT] = left
+    if plan.listed:
+        w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
+        w.message[turn % plan.messages, LEFT] = 0
+    else:
+        w.message[turn % plan.messages, RIGHT] = count - full_end
+        w.message[turn % plan.messages, LEFT] = T.min(full_begin, full_end)
     w.message[turn % plan.messages, COUNT] = count
 
 
