@@ -289,7 +289,9 @@ def test_a_dead_tensor_is_not_taken_for_another() -> None:
         # The next tensor may get the id of the one before.
         table = torch.tensor([limit], dtype=torch.int32)
         lists = found(FunctionMask(lambda b, h, q, k, table=table: (q - k < load(table, 0)) & (k <= q)))
-        least = made(FunctionMask(lambda b, h, q, k, limit=limit: (q - k < limit) & (k <= q)), SIZES["square"], CUTS["forward"])
+        least = made(
+            FunctionMask(lambda b, h, q, k, limit=limit: (q - k < limit) & (k <= q)), SIZES["square"], CUTS["forward"]
+        )
         assert torch.equal(lists.counts, least.counts)
         del table
 

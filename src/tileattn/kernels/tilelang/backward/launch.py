@@ -58,9 +58,7 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     return (listed if listed is not None else config), shares
 
 
-def with_lists(
-    config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size
-) -> MainConfig | None:
+def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:
     """The configuration for a call of these sizes that takes its tiles from lists; None for any other call."""
     if isinstance(config, BackwardConfig) or not pays(call.forward, q_shape, k_shape):
         return None

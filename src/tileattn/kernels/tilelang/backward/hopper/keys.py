@@ -27,6 +27,9 @@ Its gradient takes the same way back: it is written to shared memory, transposed
 stores it, or adds it to float32 sums if heads or batch elements share the bias. Batch elements that share a bias are
 neighbours in the grid.
 
+With lists of tiles (tile_lists.py) the warps read the number of each tile of queries from the block's line, in which
+those that need the mask come first.
+
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
 tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads.
 
@@ -48,7 +51,7 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
-from ...tile.lists import length_of_line, mixed_of_line, tile_of_line
+from ...tile.lists import tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -67,7 +70,7 @@ from .copied_tile import (
     write_out_gradient,
 )
 from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
-from .loads import first_head, head_count, line_of_head, load_keys, load_rows, tiles_of_head
+from .loads import first_head, head_count, load_keys, load_rows
 from .plan import (
     BATCH,
     DQ_PARITY,
@@ -85,6 +88,7 @@ from .plan import (
 )
 from .products import await_product, multiply_transposed
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
+from .rows import find_line, find_rows
 from .scores import gradients_of_scores, scores_to_probabilities
 from .stages import release
 
@@ -263,31 +267,6 @@ def store_sums(plan, arg, w):
             leader_scope_threads=WARPGROUP,
         )
     T.tma_store_wait(0)
-
-
-@T.macro
-def find_rows(plan, w, h):
-    """Sets w.rows: the head's tiles of queries, begin and end, and the rows that see all keys and so need no mask."""
-    first, end = tiles_of_head(plan, w, h)
-    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-    if plan.call.packed:
-        T.sync_threads(DS_WRITTEN, CONSUMERS)  # all have read the last head's numbers
-    w.rows[0] = w.uniform(first)
-    w.rows[1] = w.uniform(T.max(end, first))
-    w.rows[2] = w.uniform(full_lo)
-    w.rows[3] = w.uniform(full_hi)
-    if plan.call.packed:
-        # Each thread would find its own write, but others may still write there, if only the same.
-        T.sync_threads(DS_WRITTEN, CONSUMERS)
-        T.fence_proxy_async()  # else TileLang puts one into the loop, because the numbers are in shared memory
-
-
-@T.macro
-def find_line(plan, arg, w, h):
-    """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask."""
-    w.rows[0] = line_of_head(plan, arg, w, h)
-    w.rows[1] = length_of_line(arg, w.rows[0])
-    w.rows[2] = mixed_of_line(arg, w.rows[0])
 
 
 @T.macro

@@ -18,6 +18,9 @@ cores have work during the exponentials. During the rest they compute the other 
 S, P, dP and dS have queries in rows: dS is a first operand straight from registers, and every thread holds two numbers
 of lse2 and two of delta. The warpgroups share only the stages of K and V, and never wait for each other.
 
+With lists of tiles (tile_lists.py) the warps read the number of each tile of keys from the block's line, in which those
+that need the mask come first.
+
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
 tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. dQ is stored through the
 shared memory of Q: each warpgroup reads, and then overwrites, only its own rows.
@@ -40,7 +43,6 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP, slices
-from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -50,15 +52,13 @@ from .config import CONSUMERS, HopperQueriesConfig
 from .copied_tile import alloc_tile, annotate, have_read, load_tile
 from .plan import TilePlan
 from .products import await_product, multiply_transposed
+from .queries_task import BATCH, COUNT, FIRST, HEAD, ROW, find_task, key_of_step, mixed_tiles
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities, settle, times_slope_in_place
 from .stages import OneStage, Ring, loading_ring, release
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has its own: WITHIN, WITHIN + 1.
 WITHIN = 1
-
-# Indices of the block's task: batch element, head, first row of its tile; first tile of keys, and how many.
-BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 
 # Indices of a warpgroup's state: stage and parity of K and of V; LAST is the stage of K that dQ still needs.
 K_STAGE, K_PARITY, LAST, V_STAGE, V_PARITY = range(5)
@@ -99,20 +99,6 @@ class QueriesPlan(TilePlan):
         kind = OneStage if self.config.v_stages == 1 else Ring
         v = kind((at, V_STAGE), (at, V_PARITY), self.config.v_stages, "last_v")
         return k, v, k if self.config.tile_stages == self.config.k_stages else v
-
-
-# With lists w.task[FIRST] is the block's line.
-
-
-def key_of_step(plan, arg, w, step):
-    """The first key of the step-th listed tile."""
-    return tile_of_line(arg, w.task[FIRST], step) * plan.block_N
-
-
-def mixed_tiles(arg, w):
-    """How many tiles need the mask: the one tile of a line without any does, too."""
-    line = w.task[FIRST]
-    return T.if_then_else(length_of_line(arg, line) > 0, mixed_of_line(arg, line), 1)
 
 
 # --- The warps of the producer warpgroup, which have few registers ---
@@ -363,24 +349,6 @@ def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespa
     )
     w.k_ring, w.v_ring, w.tile_ring = plan.rings(w.at)
     return w
-
-
-@T.macro
-def find_task(plan, arg, at, mine, w):
-    """Sets w.task: the block's tile of queries, and the tiles of keys that it loops over."""
-    w.task[BATCH] = at.uniform(at.number(mine.pair))
-    w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
-    w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
-    if plan.listed:
-        w.task[FIRST] = line_of(arg, w.task[BATCH], w.task[HEAD], T.truncdiv(w.task[ROW], plan.block_M))
-        w.task[COUNT] = T.max(length_of_line(arg, w.task[FIRST]), 1)
-    else:
-        q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
-        q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
-        kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-        w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
-        # At least one tile, masked as a whole if no key is visible.
-        w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
 
 
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:

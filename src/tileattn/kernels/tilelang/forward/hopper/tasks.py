@@ -106,8 +106,8 @@ def write_message(plan, arg, w, turn, tile):
         q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
         kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
         full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-        # `count` tiles from the key `first` on; those in [full_begin, full_end) are fully visible. There is at least one
-        # tile, fully masked where nothing is visible.
+        # `count` tiles from the key `first` on; those in [full_begin, full_end) are fully visible. There is at least
+        # one tile, fully masked where nothing is visible.
         first = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.key_step) * plan.key_step)
         count = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi - first, plan.block_N), 1))
         full_begin = T.ceildiv(T.max(full_lo - first, 0), plan.block_N)
