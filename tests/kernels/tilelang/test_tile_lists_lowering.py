@@ -106,7 +106,7 @@ def test_long_calls_of_functions_are_launched_with_lists() -> None:
     usual = defaults.default(call)
     assert isinstance(usual, HopperConfig)
     assert launched(usual, call, shape(4096), shape(4096)) == dataclasses.replace(usual, listed=True)
-    assert launched(usual, call, shape(300), shape(4096)) is usual
+    assert launched(usual, call, shape(100), shape(4000)) is usual
     generic = defaults.default(make_call(MASKS["function"], dim=64, aligned=False))
     assert launched(generic, call, shape(4096), shape(4096)) is generic
     for mask in (None, Causal(), SlidingWindow(5, 5)):
