@@ -27,15 +27,10 @@ class Evaluator:
         values: numbers, and tensors, by the names of symbols and tensors.
         positions: the first and the last value of ``q``, ``k``, ``b`` and ``h`` in each tile, broadcastable int64
             tensors, by their names.
-        spans: the least and the greatest of them in all tiles, by name; None reads them from the tensors.
     """
 
     def __init__(
-        self,
-        values: dict[str, Any],
-        positions: dict[str, tuple[Tensor, Tensor]],
-        device: torch.device,
-        spans: dict[str, tuple[int, int]] | None = None,
+        self, values: dict[str, Any], positions: dict[str, tuple[Tensor, Tensor]], device: torch.device
     ) -> None:
         self.values, self.device = values, device
         self.integers = Integers(device)
@@ -44,7 +39,7 @@ class Evaluator:
         self.keys: dict[Hashable, int] = {}
         self.symbols: dict[str, Ints] = {}
         for name, (lo, hi) in positions.items():
-            span = (int(lo.min()), int(hi.max())) if spans is None else spans[name]
+            span = (int(lo.min()), int(hi.max()))
             constant = span[0] == span[1]
             self.symbols[name] = self.integers.constant(span[0]) if constant else self.integers.atom(name, lo, hi, span)
 

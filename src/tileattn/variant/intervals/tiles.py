@@ -59,7 +59,6 @@ def tile_kinds(
     h: int | Tensor = 0,
     *,
     cuts: int = 0,
-    spans: dict[str, tuple[int, int]] | None = None,
 ) -> Tensor:
     """The kind of each tile, int8 values of `Kind`.
 
@@ -71,8 +70,6 @@ def tile_kinds(
         q, k: the first and last position of each tile; int64, broadcastable.
         b, h: the batch element and the head, numbers or int64 tensors that broadcast with the positions.
         cuts: how often tiles that stay mixed are cut into four, which are then asked.
-        spans: the least and the greatest of all q, k, b and h, by these names, if the caller knows them. Otherwise the
-            host reads them from the tensors, and waits for the device.
 
     Returns:
         In the common shape of q, k, b and h.
@@ -82,7 +79,7 @@ def tile_kinds(
     shape = torch.broadcast_shapes(q[0].shape, k[0].shape, b.shape, h.shape)
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int8, device=device)
-    evaluate = Evaluator(values, {"q": q, "k": k, "b": (b, b), "h": (h, h)}, device, spans)
+    evaluate = Evaluator(values, {"q": q, "k": k, "b": (b, b), "h": (h, h)}, device)
     found = evaluate(allows)
     assert isinstance(found, Bools)
     kinds = (found.lo.to(torch.int8) + found.hi.to(torch.int8)).expand(shape)
