@@ -21,8 +21,8 @@ MUTANTS: list[Mutant] = [
                 "        return Ints(lo, hi, hull(span, INT32), form or Form((), 0))",
             ),
             "intervals: sums fit in int64": (
-                "SAFE, SAFE)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
-                "2**70, 2**70)):\n            return self.unknown(key)\n        lo, hi = (x.lo +",
+                "self._where_small((_size(x) < SAFE / 2) & (_size(y) < SAFE / 2), key",
+                "self._where_small(x.lo <= x.hi, key",
             ),
             "intervals: a difference of lower ends": ("(x.lo - y.hi, x.hi - y.lo)", "(x.lo - y.lo, x.hi - y.hi)"),
             "intervals: a remainder's quotient by its first": (
@@ -113,20 +113,42 @@ MUTANTS: list[Mutant] = [
         ("variant/intervals/test_tables.py",),
         {
             "tables: one window of two": (
-                "(first,) if level == 0 else (first, last - (2**level - 1))",
-                "(first,)",
+                "starts.append((first, last + 1 - (torch.ones_like(level) << level)))",
+                "starts.append((first,))",
             ),
-            "tables: windows of twice the length": ("for step in range(level):", "for step in range(level - 1):"),
+            "tables: windows of half the length": ("shift = 2 ** (level - 1)", "shift = 1"),
             "tables: NaN is forgotten": ("least.masked_fill(none, -math.inf), greatest", "least, greatest"),
+            "tables: a box reads beyond its end": (
+                "torch.minimum(each + step, last.reshape((*last.shape, *[1] * wide)))",
+                "(each + step).clamp(max=len(table) - 1)",
+            ),
+            "tables: elements in parts, all with the first ranges": (
+                "else (first.narrow(axis, start, count), last.narrow(axis, start, count))",
+                "else (first.narrow(axis, 0, count), last.narrow(axis, 0, count))",
+            ),
         },
     ),
     *mutants(
         PACKAGE + "evaluator.py",
         RULES,
         {
-            "intervals: indices wrap around": ("(each.lo.clamp(0, size - 1), ", "(each.lo % size, "),
+            "intervals: indices wrap around": ("(lo := each.lo.clamp(0, size - 1), ", "(lo := each.lo % size, "),
             "intervals: integers are exact in float32": ("_EXACT = 2**24", "_EXACT = 2**40"),
             "intervals: NaN is an integer": ("unknown = x.nan | (x.lo", "unknown = (x.lo"),
+        },
+    ),
+    *mutants(
+        PACKAGE + "integers.py",
+        SOUND,
+        {
+            "intervals: a quotient is as wide as its rest": (
+                "width = self.width_of(x) // divisor + 1",
+                "width = self.width_of(x) // divisor",
+            ),
+            "intervals: a sum is as wide as one term": (
+                "sum(abs(times) * width for (_, times)",
+                "max(abs(times) * width for (_, times)",
+            ),
         },
     ),
     *mutants(

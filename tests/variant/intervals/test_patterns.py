@@ -8,7 +8,7 @@ import torch
 from tileattn import Causal, Dilated, FunctionMask, GlobalTokens, ImageTextDocuments, Mask, Neighborhood, SlidingWindow
 from tileattn import Strided as StridedMask
 from tileattn.math import load
-from tileattn.variant.intervals.tiles import Kind, grid, tile_kinds, traced
+from tileattn.variant.intervals.tiles import Kind, grid, numbers, tile_kinds, traced
 
 SEQLEN, BLOCK, HEADS = 4096, 128, 4
 LENGTHS = torch.tensor([300, 900, 17, 1200, 63, 1000, 616])
@@ -40,11 +40,11 @@ BY_HEAD = ("windows by head", "loaded windows")
 @pytest.mark.parametrize("name", PATTERNS)
 def test_no_more_tiles_than_necessary(name: str) -> None:
     """2 % is what is promised; these patterns have none."""
-    mask, h = PATTERNS[name], torch.arange(HEADS if name in BY_HEAD else 1)[:, None, None]
+    mask, h = PATTERNS[name], numbers(HEADS if name in BY_HEAD else 1, 3)
     q, k = grid(SEQLEN, SEQLEN, BLOCK, BLOCK)
     found = tile_kinds(*traced(mask), q, k, 0, h)
     position, exact = torch.arange(SEQLEN), []
-    for head in h:
+    for head in h.first:
         allowed = mask.allows(torch.tensor(0), head, position[:, None], position[None])
         tiles = allowed.view(SEQLEN // BLOCK, BLOCK, SEQLEN // BLOCK, BLOCK)
         exact.append(tiles.any(3).any(1).to(torch.int8) + tiles.all(3).all(1).to(torch.int8))

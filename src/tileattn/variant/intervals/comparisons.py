@@ -23,7 +23,7 @@ def of_integers(op: str, x: Ints, y: Ints, integers: Integers) -> Decided:
         always, sometimes = of_integers("eq", x, y, integers)
         return _not(sometimes), _not(always)
     difference = plus(x.form, y.form, -1)
-    exact = integers.bounds_of(difference)
+    exact = integers.bounds_of(difference) if op == "eq" or share(x.form, y.form) else None
     if op == "eq":
         always = (x.lo == x.hi) & (y.lo == y.hi) & (x.lo == y.lo)
         sometimes = (x.lo <= y.hi) & (y.lo <= x.hi)
@@ -35,7 +35,7 @@ def of_integers(op: str, x: Ints, y: Ints, integers: Integers) -> Decided:
         return always, sometimes
     strict = op == "lt"
     always, sometimes = _less(x.lo, x.hi, y.lo, y.hi, strict)
-    if exact is not None and share(x.form, y.form):
+    if exact is not None:
         zero = torch.zeros_like(exact[0])
         by_form = _less(*exact, zero, zero, strict)
         always, sometimes = always | by_form[0], sometimes & by_form[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -14,34 +15,34 @@ from ..operations import COMPARISONS
 from . import comparisons, floats, tables
 from .bits import bitwise
 from .integers import Integers
-from .values import INT32, INT64, Bools, Bounds, Floats, Ints, hull, within
+from .values import INT32, INT64, Bools, Bounds, Ends, Floats, Ints, Span, hull, within
 
 _EXACT = 2**24  # integers up to this size are float32 numbers
+_POSITIONS = (-(2**24), 2**24)  # of sequences that kernels take, see variant/int32_range.py
 _SELECTIONS = ("where", "and", "or", "not")
 
 
 class Evaluator:
-    """Computes the bounds of expressions in many tiles.
+    """Computes the bounds of expressions in many tiles. Nothing is read from a device, so no call waits for one.
 
     Args:
         values: numbers, and tensors, by the names of symbols and tensors.
-        positions: the first and the last value of ``q``, ``k``, ``b`` and ``h`` in each tile, broadcastable int64
-            tensors, by their names.
+        positions: ``q``, ``k``, ``b`` and ``h`` in each tile by their names: numbers or `Ends`.
     """
 
-    def __init__(
-        self, values: dict[str, Any], positions: dict[str, tuple[Tensor, Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, values: dict[str, Any], positions: dict[str, int | Ends], device: torch.device) -> None:
         self.values, self.device = values, device
         self.integers = Integers(device)
         self.known: dict[int, Bounds] = {}
         self.by_key: dict[Hashable, Bounds] = {}
         self.keys: dict[Hashable, int] = {}
         self.symbols: dict[str, Ints] = {}
-        for name, (lo, hi) in positions.items():
-            span = (int(lo.min()), int(hi.max()))
-            constant = span[0] == span[1]
-            self.symbols[name] = self.integers.constant(span[0]) if constant else self.integers.atom(name, lo, hi, span)
+        for name, ends in positions.items():
+            span = _span(ends) if isinstance(ends, Ends) else (ends, ends)
+            if isinstance(ends, Ends) and span[0] < span[1]:
+                self.symbols[name] = self.integers.atom(name, ends.first, ends.last, span, ends.width)
+            else:
+                self.symbols[name] = self.integers.constant(span[0])
 
     def __call__(self, expr: Any) -> Bounds:
         """The bounds of an expression or a number; equal subexpressions are computed once."""
@@ -63,7 +64,7 @@ class Evaluator:
         number = float(number)
         value = torch.full((), number, dtype=torch.float64, device=self.device)
         lo, hi = floats.flushed(value, value)
-        if float(value.float()) != number:
+        if ctypes.c_float(number).value != number:
             lo, hi, _ = floats.widened(value, value, value.isnan())
         if math.isnan(number):
             lo, hi = value.nan_to_num(-math.inf), value.nan_to_num(math.inf)
@@ -124,7 +125,9 @@ class Evaluator:
         no = torch.zeros((), dtype=torch.bool, device=self.device)
         lo, hi = x.lo.double(), x.hi.double()
         if not within(x.span, (-_EXACT, _EXACT)):
-            lo, hi, no = floats.widened(lo, hi, no)
+            exact = (x.lo >= -_EXACT) & (x.hi <= _EXACT)
+            rounded = floats.widened(lo, hi, no)
+            lo, hi = torch.where(exact, lo, rounded[0]), torch.where(exact, hi, rounded[1])
         return Floats(lo, hi, no, self._key("float of", x.key))
 
     def _truncated(self, x: Bounds, key: Hashable) -> Ints:
@@ -133,9 +136,8 @@ class Evaluator:
             return self._as_int(x)
         unknown = x.nan | (x.lo <= INT32[0]) | (x.hi >= INT32[1])
         lo, hi = (torch.where(unknown, 0.0, end).trunc().long() for end in (x.lo, x.hi))
-        span = (int(lo.min()), int(hi.max()))
         lo, hi = torch.where(unknown, INT64[0], lo), torch.where(unknown, INT64[1], hi)
-        return self.integers.atom(key, lo, hi, INT64 if bool(unknown.any()) else span)
+        return self.integers.atom(key, lo, hi, INT64)
 
     # --- Operations on several kinds ---
 
@@ -144,7 +146,9 @@ class Evaluator:
             decided = comparisons.of_floats(op, self._as_float(x), self._as_float(y))
         else:
             decided = comparisons.of_integers(op, self._as_int(x), self._as_int(y), self.integers)
-        always, sometimes = (torch.as_tensor(each, device=self.device) for each in decided)
+        always, sometimes = (
+            each if isinstance(each, Tensor) else torch.full((), each, device=self.device) for each in decided
+        )
         return Bools(always, sometimes, self._key(op, x.key, y.key))
 
     def _selected(self, op: str, args: list[Bounds], key: Hashable) -> Bounds:
@@ -188,15 +192,19 @@ class Evaluator:
     def _elements(self, tensor: Tensor, index: list[Ints], key: Hashable) -> Bounds:
         if tensor.numel() == 0:
             return self._anything(tensor, key)
-        clamped = [(each.lo.clamp(0, size - 1), each.hi.clamp(0, size - 1)) for each, size in zip(index, tensor.shape)]
-        least, greatest, nan = tables.over_ranges(tensor, clamped)
+        clamped = [
+            (lo := each.lo.clamp(0, size - 1), lo if each.is_point else each.hi.clamp(0, size - 1))
+            for each, size in zip(index, tensor.shape)
+        ]
+        least, greatest, nan = tables.over_ranges(tensor, clamped, [self.integers.width_of(each) for each in index])
         point = all(each.is_point for each in index)
         if tensor.dtype == torch.bool:
             lo = least.bool()
             return Bools(lo, lo if point else greatest.bool(), self._key(key))
         if not tensor.dtype.is_floating_point:
             lo, hi = least.long(), greatest.long()
-            return self.integers.atom(key, lo, lo if point else hi, (int(lo.min()), int(hi.max())))
+            info = torch.iinfo(tensor.dtype)
+            return self.integers.atom(key, lo, lo if point else hi, (info.min, info.max))
         lo, hi = least.double(), greatest.double()
         if tensor.dtype == torch.float64:  # kernels read it in float32
             lo, hi, nan = floats.widened(lo, hi, nan)
@@ -211,6 +219,12 @@ class Evaluator:
             return self.integers.unknown(key)
         infinite = torch.full((), math.inf, dtype=torch.float64, device=self.device)
         return Floats(-infinite, infinite, yes, self._key(key))
+
+
+def _span(ends: Ends) -> Span:
+    if ends.span is not None:
+        return ends.span
+    return (int(ends.first.min()), int(ends.last.max())) if ends.first.device.type == "cpu" else _POSITIONS
 
 
 def _chosen(yes: Tensor, no: Tensor, x: Any, y: Any) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,21 @@ class Integers:
         number = filled(value, self.device)
         return Ints(number, number, (value, value), Form((), value))
 
-    def atom(self, key: Hashable, lo: Tensor, hi: Tensor, span: Span) -> Ints:
+    def atom(self, key: Hashable, lo: Tensor, hi: Tensor, span: Span, width: int | None = None) -> Ints:
         """An integer of which no linear form is known. Equal keys mean equal values at every position."""
         number = self.numbers.setdefault(key, len(self.atoms))
         if number == len(self.atoms):
-            self.atoms.append(Ints(lo, hi, span, Form(((number, 1),), 0)))
+            self.atoms.append(Ints(lo, hi, span, Form(((number, 1),), 0), width))
         return self.atoms[number]
+
+    def width_of(self, x: Ints) -> int:
+        """A number that is at least hi - lo in every tile. Known without looking at tensors."""
+        if x.is_point:
+            return 0
+        widths = [x.span[1] - x.span[0]]
+        atoms = [(self.atoms[atom], times) for atom, times in x.form.terms]
+        of_atoms = [atom.span[1] - atom.span[0] if atom.width is None else atom.width for atom, _ in atoms]
+        return min(*widths, sum(abs(times) * width for (_, times), width in zip(atoms, of_atoms)))
 
     def unknown(self, key: Hashable) -> Ints:
         """An integer that may be anything."""
@@ -48,11 +57,14 @@ class Integers:
         """The result of an operation whose exact value has these bounds; it is `form` if nothing wraps."""
         if within(span, INT32):
             return Ints(lo, hi, span, form) if form is not None else self.atom(key, lo, hi, span)
-        if not within(span, (-SAFE, SAFE)):
-            return self.unknown(key)
         wraps = (lo < INT32[0]) | (hi > INT32[1])
         lo, hi = torch.where(wraps, lo.clamp(max=INT32[0]), lo), torch.where(wraps, hi.clamp(min=INT32[1]), hi)
         return self.atom(key, lo, hi, hull(span, INT32))
+
+    def _where_small(self, small: Tensor, key: Hashable, lo: Tensor, hi: Tensor) -> Ints:
+        """The result of an operation that may leave int64, and does not where its operands are small."""
+        lo, hi = torch.where(small, lo, INT64[0]), torch.where(small, hi, INT64[1])
+        return self._computed(None, key, lo, hi, INT64)
 
     def span_of(self, form: Form) -> Span:
         lo = hi = form.constant
@@ -83,9 +95,9 @@ class Integers:
         span = (x.span[0] + of_y[0], x.span[1] + of_y[1])
         form = plus(x.form, y.form, sign)
         key = ("sum", form)
-        if not within(span, (-SAFE, SAFE)):
-            return self.unknown(key)
         lo, hi = (x.lo + y.lo, x.hi + y.hi) if sign > 0 else (x.lo - y.hi, x.hi - y.lo)
+        if not within(span, (-SAFE, SAFE)):
+            return self._where_small((_size(x) < SAFE / 2) & (_size(y) < SAFE / 2), key, lo, hi)
         if share(x.form, y.form) and (exact := self.bounds_of(form)) is not None:
             lo, hi = torch.maximum(lo, exact[0]), torch.minimum(hi, exact[1])
             of_form = self.span_of(form)
@@ -101,10 +113,10 @@ class Integers:
         spans = [a * b for a in x.span for b in y.span]
         span = (min(spans), max(spans))
         key = ("mul", *sorted((x.form, y.form)))
-        if not within(span, (-SAFE, SAFE)):
-            return self.unknown(key)
         form = None if y.form.terms else scaled(x.form, y.form.constant)
         lo, hi = _corners(x, y, torch.mul)
+        if not within(span, (-SAFE, SAFE)):
+            return self._where_small(_size(x) * _size(y) < SAFE, key, lo, hi)
         if x.form == y.form:  # a square
             lo = torch.where((x.lo <= 0) & (x.hi >= 0), 0, lo)
             span = (max(span[0], 0), span[1])
@@ -125,9 +137,14 @@ class Integers:
         # x = divisor * whole + rest, and so x // divisor = whole + rest // divisor.
         whole, rest = (self._of_form(part) for part in divided(x.form, divisor))
         if whole is None or rest is None or whole.form == _NOTHING:
-            return self.atom(("floordiv", x.form, divisor), lo, _same(lo, hi, x), span)
+            width = self.width_of(x) // divisor + 1
+            return self.atom(("floordiv", x.form, divisor), lo, _same(lo, hi, x), span, width)
         of_rest = self.atom(
-            ("floordiv", rest.form, divisor), rest.lo // divisor, rest.hi // divisor, _floored(rest.span, divisor)
+            ("floordiv", rest.form, divisor),
+            rest.lo // divisor,
+            rest.hi // divisor,
+            _floored(rest.span, divisor),
+            self.width_of(rest) // divisor + 1,
         )
         result = self.add(whole, of_rest)
         lo, hi = torch.maximum(lo, result.lo), torch.minimum(hi, result.hi)
@@ -167,7 +184,8 @@ class Integers:
         most = max(map(abs, x.span)) + 1
         if most >= SAFE:
             return self.unknown(("floordiv", x.form, y.form))
-        return self._or_anything(("floordiv", x.form, y.form), lo, hi, crosses, (-most, most))
+        span = (-most, most) if _is_apart_from_zero(y.span) else INT64
+        return self._or_anything(("floordiv", x.form, y.form), lo, hi, crosses, span)
 
     def _remainder(self, x: Ints, y: Ints) -> Ints:
         """x % y for a divisor that is not constant: it has the sign of y, and a smaller magnitude."""
@@ -178,11 +196,12 @@ class Integers:
         lo = torch.where(positive, torch.where(itself, x.lo, 0), divisor.lo + 1)
         hi = torch.where(positive, torch.where(x.lo >= 0, torch.minimum(x.hi, divisor.hi - 1), divisor.hi - 1), 0)
         most = max(map(abs, y.span))
-        return self._or_anything(("mod", x.form, y.form), lo, hi, crosses, hull((-most, most), x.span))
+        span = hull((-most, most), x.span) if _is_apart_from_zero(y.span) else INT64
+        return self._or_anything(("mod", x.form, y.form), lo, hi, crosses, span)
 
     def _or_anything(self, key: Hashable, lo: Tensor, hi: Tensor, unknown: Tensor, span: Span) -> Ints:
         lo, hi = torch.where(unknown, INT64[0], lo), torch.where(unknown, INT64[1], hi)
-        return self.atom(key, lo, hi, INT64 if bool(unknown.any()) else span)
+        return self.atom(key, lo, hi, span)
 
     def minimum(self, x: Ints, y: Ints) -> Ints:
         return self._extremum("min", x, y, torch.minimum, min)
@@ -192,16 +211,16 @@ class Integers:
 
     def _extremum(self, op: str, x: Ints, y: Ints, of: Callable[..., Tensor], of_spans: Any) -> Ints:
         span = (of_spans(x.span[0], y.span[0]), of_spans(x.span[1], y.span[1]))
-        lo = of(x.lo, y.lo)
-        return self.atom((op, *sorted((x.form, y.form))), lo, _same(lo, of(x.hi, y.hi), x, y), span)
+        lo, width = of(x.lo, y.lo), max(self.width_of(x), self.width_of(y))
+        return self.atom((op, *sorted((x.form, y.form))), lo, _same(lo, of(x.hi, y.hi), x, y), span, width)
 
     def magnitude(self, x: Ints) -> Ints:
         if x.span[0] >= 0:
             return x
-        if not within(x.span, (-SAFE, SAFE)):
-            return self.unknown(("abs", x.form))
         lo = torch.maximum(x.lo, -x.hi).clamp(min=0)
         hi = torch.maximum(-x.lo, x.hi)
+        if not within(x.span, (-SAFE, SAFE)):
+            return self._where_small(_size(x) < SAFE, ("abs", x.form), lo, hi)
         span = (0, max(map(abs, x.span)))
         return self._computed(None, ("abs", x.form), lo, _same(lo, hi, x), span)
 
@@ -209,6 +228,15 @@ class Integers:
 def _same(lo: Tensor, hi: Tensor, *operands: Ints) -> Tensor:
     """`hi`, or `lo` itself if the result is the same at all positions of a tile."""
     return lo if all(x.is_point for x in operands) else hi
+
+
+def _size(x: Ints) -> Tensor:
+    """A float64 that the magnitude of the integer does not exceed by more than a rounding."""
+    return torch.maximum(x.lo.double().abs(), x.hi.double().abs())
+
+
+def _is_apart_from_zero(span: Span) -> bool:
+    return span[0] > 0 or span[1] < 0
 
 
 def _floored(span: Span, divisor: int) -> Span:

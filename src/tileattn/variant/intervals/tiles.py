@@ -22,9 +22,7 @@ from ..key import encode
 from ..masks import Mask
 from ..program import program
 from .evaluator import Evaluator
-from .values import Bools
-
-Ends = tuple[Tensor, Tensor]  # of each tile, its first and its last position, both included
+from .values import Bools, Ends
 
 
 class Kind(IntEnum):
@@ -41,22 +39,34 @@ def traced(mask: Mask) -> tuple[Any, dict[str, Any]]:
     return program(key).allows, values_of(operands)
 
 
+Positions = Ends | tuple[Tensor, Tensor]
+
+
 def grid(seqlen_q: int, seqlen_k: int, block_M: int, block_N: int, device: Any = "cpu") -> tuple[Ends, Ends]:
     """The positions of all tiles: those of the queries (rows, 1), aligned bottom-right, and of the keys (columns,)."""
     q = torch.arange(0, seqlen_q, block_M, device=device)
     k = torch.arange(0, seqlen_k, block_N, device=device)
     offset = seqlen_k - seqlen_q
     q_hi, k_hi = (q + (block_M - 1)).clamp(max=seqlen_q - 1), (k + (block_N - 1)).clamp(max=seqlen_k - 1)
-    return (q[:, None] + offset, q_hi[:, None] + offset), (k, k_hi)
+    return (
+        Ends(q[:, None] + offset, q_hi[:, None] + offset, (offset, seqlen_k - 1), block_M - 1),
+        Ends(k, k_hi, (0, seqlen_k - 1), block_N - 1),
+    )
+
+
+def numbers(count: int, dims: int, device: Any = "cpu") -> Ends:
+    """The numbers of batch elements or heads from 0, as tensors (count, 1, ...) with `dims` dimensions."""
+    number = torch.arange(count, device=device).view(-1, *[1] * (dims - 1))
+    return Ends(number, number, (0, count - 1), 0)
 
 
 def tile_kinds(
     allows: Any,
     values: dict[str, Any],
-    q: Ends,
-    k: Ends,
-    b: int | Tensor = 0,
-    h: int | Tensor = 0,
+    q: Positions,
+    k: Positions,
+    b: int | Tensor | Ends = 0,
+    h: int | Tensor | Ends = 0,
     *,
     cuts: int = 0,
 ) -> Tensor:
@@ -64,32 +74,48 @@ def tile_kinds(
 
     HIDDEN and WHOLE are never wrong. MIXED may be a tile that is hidden or whole; with `cuts` there are fewer.
 
+    Without cuts nothing waits for a device: no element of a tensor on one is read on the host, and shapes do not depend
+    on elements, so the call may be captured in a CUDA graph. Positions are tensors there; what bounds them is known if
+    they come as `Ends` with a span and a width, as `grid` and `numbers` give them.
+
     Args:
         allows: the traced expression of a mask, or a bool.
         values: the values of its operands, by their names.
-        q, k: the first and last position of each tile; int64, broadcastable.
+        q, k: the first and last position of each tile; int64, broadcastable, on the device of the values.
         b, h: the batch element and the head, numbers or int64 tensors that broadcast with the positions.
-        cuts: how often tiles that stay mixed are cut into four, which are then asked.
+        cuts: how often tiles that stay mixed are cut into four, which are then asked. Reads tensors on the host.
 
     Returns:
         In the common shape of q, k, b and h.
     """
     device = q[0].device
-    b, h = (torch.as_tensor(each, dtype=torch.int64, device=device) for each in (b, h))
-    shape = torch.broadcast_shapes(q[0].shape, k[0].shape, b.shape, h.shape)
+    positions = {"q": Ends(*q), "k": Ends(*k), "b": _ends(b), "h": _ends(h)}
+    shape = torch.broadcast_shapes(*(ends.first.shape for ends in positions.values() if isinstance(ends, Ends)))
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int8, device=device)
-    evaluate = Evaluator(values, {"q": q, "k": k, "b": (b, b), "h": (h, h)}, device)
+    evaluate = Evaluator(values, positions, device)
     found = evaluate(allows)
     assert isinstance(found, Bools)
     kinds = (found.lo.to(torch.int8) + found.hi.to(torch.int8)).expand(shape)
     if cuts == 0:
         return kinds.contiguous()
     mixed = kinds == Kind.MIXED
-    kinds, b, h = kinds.clone(), b.expand(shape)[mixed], h.expand(shape)[mixed]
-    boxes = [end.expand(shape)[mixed] for end in (*q, *k)]
-    kinds[mixed] = _cut(allows, values, boxes, b, h, cuts)
+    kinds = kinds.clone()
+    of_b, of_h = (
+        (each.first if isinstance(each, Ends) else torch.full((), each, device=device)).expand(shape)[mixed]
+        for each in (positions["b"], positions["h"])
+    )
+    boxes = [end.expand(shape)[mixed] for end in (*q[:2], *k[:2])]
+    kinds[mixed] = _cut(allows, values, boxes, of_b, of_h, cuts)
     return kinds
+
+
+def _ends(number: int | Tensor | Ends) -> int | Ends:
+    """Of a batch element or a head, which is the same in all of a tile."""
+    if isinstance(number, (int, Ends)):
+        return number
+    number = number.long()
+    return Ends(number, number)
 
 
 def _cut(allows: Any, values: dict[str, Any], boxes: list[Tensor], b: Tensor, h: Tensor, cuts: int) -> Tensor:
@@ -115,7 +141,7 @@ def common(kinds: Tensor, dim: int) -> Tensor:
     return torch.where(least == greatest, least, Kind.MIXED).to(torch.int8)
 
 
-def _halves(lo: Tensor, hi: Tensor) -> Ends:
+def _halves(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     """The first and last positions of both halves, side by side. One position alone is its own half, twice."""
     middle = (lo + hi) >> 1
     return torch.cat([lo, torch.minimum(middle + 1, hi)], dim=1), torch.cat([middle, hi], dim=1)

@@ -13,6 +13,22 @@ from torch import Tensor
 
 Span = tuple[int, int]
 
+
+class Ends(NamedTuple):
+    """The first and the last position of each tile, both included: int64 tensors that broadcast with those of others.
+
+    What is known of them on the host, where nothing waits for a device. A tuple of two tensors knows neither.
+
+    span: numbers that bound the positions of all tiles; None: read from tensors on a CPU, -2^24 to 2^24 for others.
+    width: the most by which the last position of a tile exceeds the first; None: as the span says.
+    """
+
+    first: Tensor
+    last: Tensor
+    span: Span | None = None
+    width: int | None = None
+
+
 INT32: Span = (-(2**31), 2**31 - 1)
 INT64: Span = (-(2**63), 2**63 - 1)
 SAFE = 2**62  # sums and differences of two integers below it fit in int64
@@ -33,13 +49,14 @@ class Ints(NamedTuple):
     """An integer: int64 bounds, both included.
 
     span: Python integers that bound the value in all tiles. They tell without looking at tensors that nothing
-    overflows. form: whose value the integer has.
+    overflows. form: whose value the integer has. width: the most by which `hi` exceeds `lo` in a tile, for an atom.
     """
 
     lo: Tensor
     hi: Tensor
     span: Span
     form: Form
+    width: int | None = None
 
     @property
     def key(self) -> Form:
