@@ -27,6 +27,7 @@ from ...call.inputs import Operands
 from ...variant.evaluated import values_of
 from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
 from ...variant.intervals.tiles import Kind, grid, tile_kinds
+from ...variant.intervals.values import Ends
 from ...variant.program import Program, has_ranges_only, program
 from ...variant.reading import evaluate
 
@@ -140,9 +141,9 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
     at_once = max(MOST_AT_ONCE // (rows * columns), 1)
     for first in range(0, planes, at_once):
         plane = torch.arange(first, min(first + at_once, planes), device=device)[:, None, None]
-        b = plane // heads if by_batch else 0
-        h = plane % heads if by_head else 0
-        kinds = _kinds(traced, values, sizes, q, k, b, h)
+        b = _numbers(plane // heads, batch) if by_batch else 0
+        h = _numbers(plane % heads, heads) if by_head else 0
+        kinds = _kinds(traced, values, sizes.seqlen_k, q, k, b, h)
         kinds = _ends_masked(kinds.expand(len(plane), rows, columns), sizes, cut)
         kinds = kinds.transpose(1, 2).contiguous() if cut.by_keys else kinds
         part = slice(first * lines, (first + len(plane)) * lines)
@@ -163,23 +164,24 @@ def _depends(traced: Program, name: str) -> bool:
     return any(has_symbol(each, name) for each in expressions)
 
 
-def _kinds(traced: Program, values: Mapping[str, Any], sizes: Sizes, q: Any, k: Any, b: Any, h: Any) -> Tensor:
+def _numbers(numbers: Tensor, count: int) -> Ends:
+    """Numbers of batch elements or heads, of which there are `count`."""
+    return Ends(numbers, numbers, (0, count - 1), 0)
+
+
+def _kinds(
+    traced: Program, values: Mapping[str, Any], seqlen_k: int, q: Ends, k: Ends, b: int | Ends, h: int | Ends
+) -> Tensor:
     """The kinds of all tiles, by the mask's expression and by its own ranges."""
-    first = sizes.seqlen_k - sizes.seqlen_q
-    spans = {
-        "q": (first, sizes.seqlen_k - 1),
-        "k": (0, sizes.seqlen_k - 1),
-        "b": (0, sizes.batch - 1) if isinstance(b, Tensor) else (0, 0),
-        "h": (0, sizes.heads - 1) if isinstance(h, Tensor) else (0, 0),
-    }
-    kinds = tile_kinds(traced.allows, dict(values), q, k, b, h, spans=spans)
-    position = {**values, "b": b, "h": h, "q_lo": q[0], "q_hi": q[1], "seqlen_k": sizes.seqlen_k}
+    kinds = tile_kinds(traced.allows, dict(values), q, k, b, h)
+    of_b, of_h = (each.first if isinstance(each, Ends) else each for each in (b, h))
+    position = {**values, "b": of_b, "h": of_h, "q_lo": q.first, "q_hi": q.last, "seqlen_k": seqlen_k}
     if any(isinstance(bound, Expr) and str(bound) != "seqlen_k" for bound in traced.kv_range):
         lo, hi = (evaluate(bound, position) for bound in traced.kv_range)
-        kinds = torch.where((k[1] < lo) | (k[0] >= hi), Kind.HIDDEN, kinds)
+        kinds = kinds.where((k.last >= lo) & (k.first < hi), Kind.HIDDEN)
     if any(isinstance(bound, Expr) for bound in traced.full_range):
         lo, hi = (evaluate(bound, position) for bound in traced.full_range)
-        kinds = torch.where((k[0] >= lo) & (k[1] < hi), Kind.WHOLE, kinds)
+        kinds = kinds.where((k.first < lo) | (k.last >= hi), Kind.WHOLE)
     return kinds.to(torch.int8)
 
 
