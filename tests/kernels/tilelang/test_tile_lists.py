@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -29,6 +30,7 @@ from tileattn import (
     Strided,
 )
 from tileattn.call.facts import AttentionCall
+from tileattn.compat.transformers.patterns import ShiftedWindow
 from tileattn.kernels.tilelang import kept_lists
 from tileattn.kernels.tilelang.kept_lists import arguments_of, forget_lists, lists_of
 from tileattn.kernels.tilelang.tile_lists import (
@@ -44,6 +46,15 @@ from tileattn.kernels.tilelang.tile_lists import (
 from tileattn.math import load
 from tileattn.variant.intervals.tiles import Kind
 from tileattn.variant.key import encode
+
+
+@dataclass(frozen=True, eq=False)
+class Even(Mask):
+    """A user's class, without ranges."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k % 2 == 0
+
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([300, 417, 63, 100, 333])
@@ -214,6 +225,14 @@ def test_functions_and_joined_masks_are_listed(name: str) -> None:
 )
 def test_masks_that_know_their_ranges_are_not(mask: Mask) -> None:
     assert not is_listed(key_and_operands(mask)[0])
+
+
+def test_a_class_that_defines_its_ranges_is_not() -> None:
+    """One that leaves them out is."""
+    window = ShiftedWindow(40, 0, torch.zeros(1, dtype=torch.int32))
+    assert not is_listed(key_and_operands(window & Causal())[0])
+    assert is_listed(key_and_operands(window & MASKS["dilated"])[0])
+    assert is_listed(key_and_operands(Even())[0])
 
 
 def test_without_a_mask_and_of_a_matrix_nothing_is_listed() -> None:

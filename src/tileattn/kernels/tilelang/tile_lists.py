@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,10 +25,13 @@ from torch import Tensor
 
 from ...call.facts import AttentionCall
 from ...call.inputs import Operands
+from ...variant import sparse
 from ...variant.evaluated import values_of
 from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
 from ...variant.intervals.tiles import Kind, grid, tile_kinds
 from ...variant.intervals.values import Ends
+from ...variant.key import class_named
+from ...variant.masks import Mask, Or
 from ...variant.program import Program, has_ranges_only, program
 from ...variant.reading import evaluate
 
@@ -87,10 +91,26 @@ class TileLists(NamedTuple):
 def is_listed(variant: str) -> bool:
     """Whether the mask of a variant key is walked by lists in calls that are long enough (:func:`pays`).
 
-    Masks that know their ranges, and their intersections, are not. Neither is one that reads a matrix of queries and
-    keys: the bounds of its tiles would take several passes over it.
+    Masks that know their ranges, and their intersections, are not; nor are classes of other packages that define them.
+    Neither is a mask that reads a matrix of queries and keys: bounds of its tiles would take several passes over it.
     """
-    return not has_ranges_only(variant) and not any(_is_of_pairs(node) for node in nodes(program(variant).allows))
+    if has_ranges_only(variant) or not any(map(_may_have_gaps, _classes(variant))):
+        return False
+    return not any(_is_of_pairs(node) for node in nodes(program(variant).allows))
+
+
+def _classes(variant: str) -> list[type]:
+    """The classes of a key's masks, in any order; keys write `Class(field,...)`, and functions in braces."""
+    mask = re.sub(r"\{[^}]*\}", "", variant).split("+")[0]
+    return [class_named(name) for name in re.findall(r"(\w+)\(", mask)]
+
+
+def _may_have_gaps(cls: type) -> bool:
+    """Whether one range of keys may say less of a row of tiles than the analysis does."""
+    if cls is Or or cls.__module__.startswith(sparse.__name__):
+        return True
+    own = [getattr(cls, name) is not getattr(Mask, name) for name in ("kv_range", "full_range")]
+    return not all(own)
 
 
 def _is_of_pairs(node: Expr) -> bool:
