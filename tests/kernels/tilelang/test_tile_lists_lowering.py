@@ -114,6 +114,16 @@ def test_long_calls_of_functions_are_launched_with_lists() -> None:
         assert launched(usual, plain, shape(4096), shape(4096)) is usual
 
 
+def test_rows_of_a_function_have_no_ranges_to_look_for() -> None:
+    call = make_call(Causal() & MASKS["loaded"], dim=64)
+    usual = defaults.default(call)
+    assert isinstance(usual, HopperConfig)
+    assert usual.mask_words
+    assert launched(usual, call, shape(4096), shape(4096)) == dataclasses.replace(usual, listed=True, mask_words=False)
+    images = make_call(pattern("images-text", 512, 4, "cpu").mask, dim=64)
+    assert launched(usual, images, shape(4096), shape(4096)).mask_words  # type: ignore[union-attr]
+
+
 def test_both_kernels_of_a_backward_pass_have_lists_or_none() -> None:
     call = backward_of(make_call(MASKS["function"], dim=256))
     config, shares = backward_launch.configured(call, shape(4096, 256), shape(4096, 256))

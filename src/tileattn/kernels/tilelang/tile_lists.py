@@ -31,7 +31,7 @@ from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
 from ...variant.intervals.tiles import Kind, grid, tile_kinds
 from ...variant.intervals.values import Ends
 from ...variant.key import class_named
-from ...variant.masks import Mask, Or
+from ...variant.masks import FunctionMask, Mask, Or
 from ...variant.program import Program, has_ranges_only, program
 from ...variant.reading import evaluate
 
@@ -97,6 +97,11 @@ def is_listed(variant: str) -> bool:
     if has_ranges_only(variant) or not any(map(_may_have_gaps, _classes(variant))):
         return False
     return not any(_is_of_pairs(node) for node in nodes(program(variant).allows))
+
+
+def has_function(variant: str) -> bool:
+    """Whether a user's function is a part of the mask of a variant key."""
+    return FunctionMask in _classes(variant)
 
 
 def _classes(variant: str) -> list[type]:

@@ -22,7 +22,7 @@ from ..tuned import sizes_of
 from .amd.config import AmdConfig
 from .choice import MULTIPROCESSORS, chosen
 from .config import HopperConfig
-from .defaults import Config, default
+from .defaults import Config, default, with_lists
 from .library import forward_function, transpose_function
 from .packed import packed_forward
 from .queue import multiprocessors, tickets
@@ -66,7 +66,7 @@ def launched(config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: 
     """The configuration as it is launched: whether tiles are taken from lists depends on the sizes."""
     if not isinstance(config, HopperConfig) or not pays(call, q_shape, k_shape):
         return config
-    return dataclasses.replace(config, listed=True)
+    return with_lists(config, call)
 
 
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
