@@ -105,6 +105,18 @@ class QueriesPlan(TilePlan):
 
 
 @T.macro
+def load_listed(plan, keys, b, key, kv_h, ring):
+    """Copies the tile of K or V from `key` on, when its stage is free; `keys` as of :func:`load`."""
+    T.barrier_wait(keys.free[ring.stage], ring.parity)
+    T.tma_copy(
+        keys.source[b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
+        keys.tiles[ring.stage, :, :],
+        barrier=keys.ready[ring.stage],
+    )
+    T.barrier_arrive(keys.ready[ring.stage])
+
+
+@T.macro
 def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
     """Loads Q, then K tile by tile as stages become free; or dO, then V.
 
@@ -120,19 +132,22 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
     T.barrier_arrive(rows_ready[0])
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(keys.stages)
-    for j in T.serial(w.task[COUNT]):
-        if plan.listed:
+    if plan.listed:
+        for j in T.serial(w.task[COUNT]):
             key = key_of_step(plan, arg, w, j)
-        T.barrier_wait(keys.free[ring.stage], ring.parity)
-        T.tma_copy(
-            keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
-            keys.tiles[ring.stage, :, :],
-            barrier=keys.ready[ring.stage],
-        )
-        T.barrier_arrive(keys.ready[ring.stage])
-        if not plan.listed:
+            load_listed(plan, keys, keys_b, key, kv_h, ring)
+            ring.advance()
+    else:
+        for _ in T.serial(w.task[COUNT]):
+            T.barrier_wait(keys.free[ring.stage], ring.parity)
+            T.tma_copy(
+                keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
+                keys.tiles[ring.stage, :, :],
+                barrier=keys.ready[ring.stage],
+            )
+            T.barrier_arrive(keys.ready[ring.stage])
             key += plan.block_N
-        ring.advance()
+            ring.advance()
 
 
 @T.macro
@@ -143,13 +158,16 @@ def load_tiles(plan, arg, w):
     row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(plan.config.tile_stages)
-    for j in T.serial(w.task[COUNT]):
-        if plan.listed:
+    if plan.listed:
+        for j in T.serial(w.task[COUNT]):
             key = key_of_step(plan, arg, w, j)
-        load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
-        if not plan.listed:
+            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
+            ring.advance()
+    else:
+        for _ in T.serial(w.task[COUNT]):
+            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
             key += plan.block_N
-        ring.advance()
+            ring.advance()
 
 
 # --- The consumer warpgroups ---

@@ -145,14 +145,15 @@ def number_of_tile(plan, arg, w):
     return tile_of_line(arg, line_of_head(plan, arg, w, head_of(arg, w)), w.at[TILE]) if plan.listed else w.at[TILE]
 
 
+def needs_mask(plan, w, row):
+    """Whether the warpgroup's tile, of the queries from `row` on, needs the mask."""
+    return w.at[TILE] < w.full[0] if plan.listed else (row < w.full[0]) | (row + TILE_ROWS > w.full[1])
+
+
 @T.macro
 def probabilities(plan, arg, w, group):
     """P of a tile, and the operand of dV's product."""
     h, row = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD], number_of_tile(plan, arg, w) * TILE_ROWS
-    if plan.listed:
-        masked = w.at[TILE] < w.full[0]
-    else:
-        masked = (row < w.full[0]) | (row + TILE_ROWS > w.full[1])
     # The position of row 0 of the fragment, in which the second warpgroup's rows begin at 64.
     q_lo = row + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
     scores = w.scores.at(
@@ -161,7 +162,7 @@ def probabilities(plan, arg, w, group):
         row=row - group * TILE_ROWS,
         q_lo=q_lo,
         k_lo=w.task[KEY],
-        masked=masked,
+        masked=needs_mask(plan, w, row),
     )
     scores_to_probabilities(plan, w, scores, w.lse2)
     for index in plan.kept:
