@@ -9,6 +9,7 @@
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py parallel                               # of the tests and the suite on two GPUs
+    python benchmarks/precompile.py lists                                  # of test_tile_lists_gpu.py and any_mask.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
@@ -19,6 +20,7 @@ is differentiated goes on to its backward pass, and is stopped where that asks f
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import time
@@ -287,6 +289,22 @@ def conformance_attempts() -> Iterator[Attempt]:
     with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
     yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
+    yield from _listed_test_calls()
+
+
+def _listed_test_calls() -> Iterator[Attempt]:
+    """The calls of the tests of lists of tiles."""
+    from tests.kernels.tilelang import test_tile_lists_gpu
+
+    with mock.patch.object(test_tile_lists_gpu, "DEVICE", "meta"):
+        yield from map(torch.enable_grad(), test_tile_lists_gpu.calls())
+
+
+def lists_attempts() -> Iterator[Attempt]:
+    """The calls of these tests and of benchmarks/any_mask.py."""
+    any_mask = importlib.import_module("benchmarks.any_mask")
+    yield from _listed_test_calls()
+    yield from map(torch.enable_grad(), any_mask.calls())
 
 
 def transformers_attempts() -> Iterator[Attempt]:
@@ -445,6 +463,14 @@ def parallel(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list
     """The kernels of the tests on two GPUs, the test_two_gpus files, and of `tileattn bench --suite parallel`."""
     sys.path.insert(0, str(ROOT))
     found = [job for job in jobs_of(parallel_attempts(), _arch(arch)) if re.search(match, str(job))]
+    raise typer.Exit(run(found, jobs, only_list))
+
+
+@app.command()
+def lists(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
+    """The kernels of tests/kernels/tilelang/test_tile_lists_gpu.py and of benchmarks/any_mask.py."""
+    sys.path.insert(0, str(ROOT))
+    found = [job for job in jobs_of(lists_attempts(), _arch(arch)) if re.search(match, str(job))]
     raise typer.Exit(run(found, jobs, only_list))
 
 

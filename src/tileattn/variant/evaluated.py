@@ -59,6 +59,13 @@ def _is_of_integers(mask: Mask) -> bool:
     return type(mask) in _OF_INTEGERS
 
 
+def knows_ranges(mask: Mask) -> bool:
+    """Whether a mask is one of the package's masks of one range of keys, or several joined by `&`."""
+    if type(mask) is And:
+        return knows_ranges(mask.x) and knows_ranges(mask.y)
+    return type(mask) in _OF_INTEGERS
+
+
 class EvaluatedMask(Mask):
     """A mask that evaluates the expressions of a program."""
 

@@ -324,10 +324,12 @@ def _check_integer(name: str, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
-    """A user's own function ``mask(b, h, q, k) -> bool``, evaluated in every tile.
+    """A user's own function ``mask(b, h, q, k) -> bool``.
 
-    A subclass of :class:`Mask` that also defines the ranges lets tiles be skipped. Numbers that the function captures
-    are compile-time constants. Tensors that it captures are read at run time.
+    The `torch` backend and TileLang's kernels for sm_90a skip the tiles of which the interval analysis finds that it
+    hides them. On other GPUs it is evaluated in every tile; a subclass of :class:`Mask` that also defines the ranges
+    lets tiles be skipped there, too. Numbers that the function captures are compile-time constants. Tensors that it
+    captures are read at run time.
     """
 
     fn: Callable[..., Any]

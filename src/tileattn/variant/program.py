@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..call.inputs import Operands
-from .evaluated import call, evaluated_mask, evaluated_mods, values_of
+from .evaluated import call, evaluated_mask, evaluated_mods, knows_ranges, values_of
 from .expression import Expr, TensorSymbol, symbol
 from .key import DTYPES, TENSOR, class_named, encode, field_names
 from .masks import FIRST_POSITION, Mask
@@ -113,6 +113,16 @@ def decode(key: str, operands: Operands) -> tuple[Mask | None, tuple[Callable[..
     """The inverse of :func:`encode`: the mask and the modifications, as they can be given to a call again."""
     mask, mods = _Reader(key, operands).variant()
     return mask, tuple(mods)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_ranges_only(key: str) -> bool:
+    """Whether the mask of a key is one of the package's masks that know their ranges of keys, or several joined by `&`.
+
+    So is a key without a mask.
+    """
+    mask, _ = _Reader(key).variant()
+    return mask is None or knows_ranges(mask)
 
 
 def restore(

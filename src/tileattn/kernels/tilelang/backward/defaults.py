@@ -75,6 +75,13 @@ def queries_default(call: BackwardCall) -> QueriesConfig:
     return default_queries(call)
 
 
+def listed_as(main: MainConfig, queries: QueriesConfig) -> QueriesConfig:
+    """The configuration of the kernel for dq alone that follows a main kernel: with lists of tiles if that has them."""
+    if not isinstance(queries, HopperQueriesConfig) or isinstance(main, BackwardConfig):
+        return queries
+    return dataclasses.replace(queries, listed=main.listed)
+
+
 def adds_dq(call: BackwardCall) -> bool:
     """Whether the main kernel adds up dq; else a kernel for dq alone follows it."""
     config = default(call)

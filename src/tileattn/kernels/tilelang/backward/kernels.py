@@ -14,7 +14,7 @@ from . import finish, generic, prepare, queries
 from .amd import queries as amd
 from .amd.config import AmdBackwardConfig
 from .config import BackwardConfig, read_together
-from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, prepared, queries_default
+from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, listed_as, prepared, queries_default
 from .hopper import keys as hopper
 from .hopper import queries as hopper_queries
 from .hopper import wide as hopper_wide
@@ -33,7 +33,7 @@ def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
     if name == "main":
         return amd.main_kernel(call, config) if isinstance(config, AmdBackwardConfig) else main_kernel(call, config)
     if name == "queries":
-        tiles = queries_default(call)
+        tiles = listed_as(config, queries_default(call))
         return amd.queries_kernel(call, tiles) if isinstance(tiles, AmdBackwardConfig) else queries_kernel(call, tiles)
     return prepare_kernel(call) if name == "prepare" else finish_kernel(call, config)
 
@@ -57,8 +57,9 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
         own = not isinstance(config, BackwardConfig)
         leaves = (leaving(config, forward, operand_paths) or (None,))[0]
         split = not isinstance(config, HopperWideConfig) and config.split
+        listed = own and config.listed
         arguments = declare_main(
-            builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves, split=split
+            builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves, split=split, listed=listed
         )
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)
@@ -77,7 +78,9 @@ def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:
     builder = Builder()
     with builder.prim_func("queries"):
         if isinstance(config, HopperQueriesConfig):
-            hopper_queries.body(forward, config, traced)(declare_queries(builder, forward, traced, hopper=True))
+            hopper_queries.body(forward, config, traced)(
+                declare_queries(builder, forward, traced, hopper=True, listed=config.listed)
+            )
         else:
             queries.body(forward, config, traced)(declare_queries(builder, forward, traced))
     own = isinstance(config, HopperQueriesConfig)

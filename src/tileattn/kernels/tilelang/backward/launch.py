@@ -17,10 +17,12 @@ from ...scale import scaled_first
 from ...sink import sink_gradient
 from ..architecture import padded_finely
 from ..host import as_bytes, one_batch, pattern_arguments
+from ..kept_lists import arguments_of, lists_of
+from ..tile_lists import Cut, Sizes, pays
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
-from .hopper.config import leaving
+from .hopper.config import HopperBackwardConfig, leaving
 from .library import Kernels, add_shares, backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
 from .shares.choice import chosen, split
@@ -51,7 +53,18 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     config = tuned_config(call, sizes_of(q_shape, k_shape))
     if config is None and q_shape[1] <= SHORT:
         config = short_default(call)
-    return config, chosen(call, config or default(call), q_shape, k_shape)
+    shares = chosen(call, config or default(call), q_shape, k_shape)
+    listed = with_lists(config or default(call), call, q_shape, k_shape)
+    return (listed if listed is not None else config), shares
+
+
+def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:
+    """The configuration for a call of these sizes that takes its tiles from lists; None for any other call."""
+    if isinstance(config, BackwardConfig) or not pays(call.forward, q_shape, k_shape):
+        return None
+    if isinstance(config, HopperBackwardConfig):  # the words' code and that of lists have not run together
+        config = dataclasses.replace(config, mask_words=False)
+    return dataclasses.replace(config, listed=True)
 
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
@@ -69,11 +82,14 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
     def shares(config: MainConfig) -> int:
         return chosen(call, config, q_shape, k_shape)
 
+    def launched(config: MainConfig) -> MainConfig:
+        return with_lists(config, call, q_shape, k_shape) or config
+
     return space_with(
         call,
         sizes_of(q_shape, k_shape),
-        lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale, shares(config)),
-        lambda config: split(call, config, shares(config)),
+        lambda config: prepare_backward_with(launched(config), call, q_shape, k_shape, scale, shares(config)),
+        lambda config: split(call, launched(config), shares(config)),
     )
 
 
@@ -112,7 +128,10 @@ def prepare_backward_with(
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
     whole = call.needs == (True, True, True, False)
-    if of_batch is not None and whole and shares == 1 and _is_plain(call, kernels):
+    listed = not isinstance(config, BackwardConfig) and config.listed
+    cut_of_main, cut_of_queries = _cuts(call, config)
+    sizes = Sizes(q_shape[0], heads, q_shape[1], k_shape[1])
+    if of_batch is not None and whole and shares == 1 and not listed and _is_plain(call, kernels):
         assert dq_dim is not None
         return _plain(kernels, of_batch, dq_dim, own_order, of_main)
 
@@ -135,15 +154,23 @@ def prepare_backward_with(
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
         tensors, numbers = _of_variant(operands, dropout, heads)
+
+        def of_lists(cut: Cut | None) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+            if not listed or cut is None:
+                return (), ()
+            return arguments_of(lists_of(call.forward.variant, operands, sizes, cut, q.device))
+
+        lists, steps = of_lists(cut_of_main)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
-        kernels.main(*work, *rows, *parts, *ordered, *written_out, *tensors, *of_main, *numbers)
+        kernels.main(*work, *rows, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
         if shares > 1:
             keys = dk.shape[0] * dk.shape[1]
             add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in (dk, dv)))
         if kernels.queries is not None:
-            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *tensors, *of_queries, *numbers)
+            lists, steps = of_lists(cut_of_queries)
+            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *lists, *tensors, *of_queries, *steps, *numbers)
         if kernels.finish is not None:
             kernels.finish(*workspaces.work(tiles[2]), dq, *ordered, scale)
         if whole:
@@ -159,6 +186,15 @@ def prepare_backward_with(
         return Gradients(*wanted, dsink, tuple(dtensors))
 
     return backward
+
+
+def _cuts(call: BackwardCall, config: MainConfig) -> tuple[Cut, Cut | None]:
+    """How the main kernel, and that for dq alone in a Hopper schedule, cut the scores for lists of tiles."""
+    queries = queries_default(call)
+    main = Cut(config.block_M, config.block_N, by_keys=True, masks_queries=True)
+    if isinstance(queries, BackwardConfig):
+        return main, None
+    return main, Cut(queries.block_M, queries.block_N, masks_queries=True)
 
 
 def _is_plain(call: BackwardCall, kernels: Kernels) -> bool:

@@ -14,7 +14,7 @@ from ....call.facts import BackwardCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
 from .config import BackwardConfig, read_together
-from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
+from .defaults import MainConfig, adds_dq, default, finished, listed_as, prepared, queries_default
 from .hopper.config import HopperBackwardConfig
 from .operand_gradients import paths
 
@@ -95,7 +95,7 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
     if name == "prepare":
         sums = f"dq={adds_dq(call)}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
-    config = queries_default(call) if name == "queries" else main
+    config = listed_as(main, queries_default(call)) if name == "queries" else main
     facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} dropout={forward.dropout} | {config}"
     if name == "main":
         facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"

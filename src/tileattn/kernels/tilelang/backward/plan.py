@@ -15,13 +15,14 @@ class BackwardPlan:
 
     Attributes:
         split: whether several blocks share the query heads of a group.
+        listed: whether tiles are taken from lists.
         slopes: the score modification and its derivatives, or None.
         kept: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
             the kernel is traced, one over a range is a loop of its own.)
         mask_words: whether masked tiles hide scores by a bit for each (hopper/query_words.py).
     """
 
-    split = mask_words = False
+    split = mask_words = listed = False
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         self.call, self.config, self.traced = call, config, traced

@@ -12,6 +12,7 @@ from ....call.facts import AttentionCall
 from ....variant.program import Program
 from ..architecture import padded_finely
 from ..packed.work_list import WIDTH
+from ..tile.lists import declare_lists, declare_steps
 from ..tile.parameters import SIZES, declare_pattern, operand
 from .hopper.dq_order import COLUMNS
 from .operand_gradients import BY_KEY, SPREAD, STORED, Path
@@ -117,9 +118,10 @@ def declare_main(
     hopper: bool = False,
     leaving: int | None = None,
     split: bool = False,
+    listed: bool = False,
 ) -> Any:
-    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [seed], *tensors, scale, heads_per_kv_head,
-    [side_by_side], [*pattern], *ints, *floats)``
+    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [*lists], [seed], *tensors, scale,
+    heads_per_kv_head, [side_by_side], [*list_steps], [*pattern], *ints, *floats)``
 
     ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
     gradient leaves by TMA, has strides. ``dq`` says whether dq is added up. With `split`, dk and dv are float32 parts:
@@ -133,18 +135,20 @@ def declare_main(
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
     arg.paths = paths
-    _declare_variant(p, arg, traced, hopper)
+    _declare_variant(p, arg, traced, hopper, listed)
     return _with_sizes(p, arg)
 
 
-def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False) -> Any:
-    """``([work], q, k, v, do, lse2, delta, dq, [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
-    [*pattern], *ints, *floats)``"""
+def declare_queries(
+    builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False, listed: bool = False
+) -> Any:
+    """``([work], q, k, v, do, lse2, delta, dq, [*lists], [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
+    [*list_steps], [*pattern], *ints, *floats)``"""
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dq = p.gradient("dq")
-    _declare_variant(p, arg, traced, hopper)
+    _declare_variant(p, arg, traced, hopper, listed)
     return _with_sizes(p, arg)
 
 
@@ -164,12 +168,18 @@ def _written_out(p: Parameters, index: int, path: Path, traced: Program, leaving
     return p.builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
 
 
-def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
+def _declare_variant(
+    p: Parameters, arg: Any, traced: Program, side_by_side: bool = False, listed: bool = False
+) -> None:
+    if listed:
+        vars(arg).update(declare_lists(p.builder.prim_func_arg))
     arg.seed = p.tensor("seed", [1], "int64") if p.call.dropout else None
     arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")
     if side_by_side:
         arg.side_by_side = p.scalar("side_by_side", "int")
+    if listed:
+        vars(arg).update(declare_steps(p.scalar))
     if p.call.dropout:
         vars(arg).update(declare_pattern(p.scalar))
     arg.operands |= {f"i{index}": p.scalar(f"i{index}", "int") for index in range(traced.ints)}

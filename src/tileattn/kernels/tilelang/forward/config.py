@@ -51,6 +51,7 @@ class HopperConfig:
         cluster: how many blocks, on neighbouring tiles of queries, share the loads of K and V: 1 or 2.
         weights_in_shared: whether the second product takes the weights from shared memory rather than from registers.
         mask_words: whether masks that leave a range of keys hide scores by a bit for each (tile/key_words.py).
+        listed: whether tiles of keys are taken from lists (tile_lists.py) rather than from ranges.
     """
 
     block_M: int
@@ -64,6 +65,7 @@ class HopperConfig:
     cluster: int = 1
     weights_in_shared: bool = False
     mask_words: bool = False
+    listed: bool = False
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""

@@ -12,6 +12,7 @@ from ....variant.program import Program, program
 from ..architecture import padded
 from ..tile.key_range import key_range
 from ..tile.steady import is_uniform
+from ..tile_lists import has_function, is_listed
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
 from .config import ForwardConfig, HopperConfig, hopper_dims, is_valid
@@ -49,7 +50,19 @@ def defaults(call: AttentionCall) -> list[Config]:
     configs = [default(call, 1), default(call, LONG)]
     tile = wide(call)
     configs += [tile] if tile is not None else []
+    if is_listed(call.variant) and not call.packed and call.dtype.itemsize == 2:
+        configs += [with_lists(config, call) for config in configs if isinstance(config, HopperConfig)]
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
+
+
+def with_lists(config: HopperConfig, call: AttentionCall) -> HopperConfig:
+    """The configuration that takes its tiles from lists.
+
+    Ranges of a function's rows are never known, so a call that has them and no range by its expression evaluates the
+    mask at once (tile/key_words.py).
+    """
+    words = config.mask_words and (key_range(program(call.variant)) is not None or not has_function(call.variant))
+    return dataclasses.replace(config, listed=True, mask_words=words)
 
 
 def wide(call: AttentionCall) -> HopperConfig | None:

@@ -28,7 +28,7 @@ def forward_kernel(call: AttentionCall, config: Config) -> Any:
     persistent = isinstance(config, HopperConfig)
     builder = Builder()
     with builder.prim_func("forward"):
-        arguments = declare(builder, call, traced, persistent)
+        arguments = declare(builder, call, traced, persistent, isinstance(config, HopperConfig) and config.listed)
         if isinstance(config, HopperConfig):
             hopper.body(call, config, traced)(arguments)
         else:

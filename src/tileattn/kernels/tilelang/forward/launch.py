@@ -16,11 +16,13 @@ from ....variant.program import program
 from ...scale import scaled_first
 from ..architecture import TRANSPOSED_KEYS
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from ..kept_lists import arguments_of, lists_of
+from ..tile_lists import Cut, Sizes, pays
 from ..tuned import sizes_of
 from .amd.config import AmdConfig
 from .choice import MULTIPROCESSORS, chosen
 from .config import HopperConfig
-from .defaults import Config, default
+from .defaults import Config, default, with_lists
 from .library import forward_function, transpose_function
 from .packed import packed_forward
 from .queue import multiprocessors, tickets
@@ -44,7 +46,8 @@ def prepare(
             _without_keys, (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q), call.out_dtype
         )
     call = _specialised(call, scale)
-    return prepare_with(_chosen(call, q_shape, k_shape), call, q_shape, k_shape, scale)
+    config = launched(_chosen(call, q_shape, k_shape), call, q_shape, k_shape)
+    return prepare_with(config, call, q_shape, k_shape, scale)
 
 
 def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
@@ -59,6 +62,13 @@ def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Co
     return tuned_config(call, sizes_of(q_shape, k_shape)) or chosen(call, q_shape, k_shape)
 
 
+def launched(config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
+    """The configuration as it is launched: whether tiles are taken from lists depends on the sizes."""
+    if not isinstance(config, HopperConfig) or not pays(call, q_shape, k_shape):
+        return config
+    return with_lists(config, call)
+
+
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
     """See :class:`tileattn.runtime.dispatch.Backend`. Packed calls take their defaults."""
     if call.packed or q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
@@ -68,7 +78,8 @@ def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: 
         call,
         sizes,
         chosen(call, q_shape, k_shape),
-        lambda config: prepare_with(config, call, q_shape, k_shape, scale),
+        lambda config: prepare_with(launched(config, call, q_shape, k_shape), call, q_shape, k_shape, scale),
+        lambda config: launched(config, call, q_shape, k_shape),
     )
 
 
@@ -94,8 +105,10 @@ def prepare_with(
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
+    listed = isinstance(config, HopperConfig) and config.listed
+    cut, sizes = Cut(cluster * config.block_M, config.block_N), Sizes(batch, heads, seqlen_q, seqlen_k)
     has_arguments = bool(
-        call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
+        listed or call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
     )
 
     out_dtype = call.out_dtype
@@ -119,6 +132,7 @@ def prepare_with(
             tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
             seeds, of_pattern = pattern_arguments(dropout, heads)
+            lists, steps = arguments_of(lists_of(call.variant, operands, sizes, cut, q.device) if listed else None)
             kernel(
                 q,
                 k,
@@ -127,8 +141,10 @@ def prepare_with(
                 *(descales or ()),
                 *sinks,
                 *seeds,
+                *lists,
                 *tensors,
                 *scalars,
+                *steps,
                 *of_pattern,
                 *queue,
                 *operands.ints,

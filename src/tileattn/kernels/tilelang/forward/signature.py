@@ -12,17 +12,21 @@ from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import Program
 from ..packed.work_list import WIDTH
+from ..tile.lists import NO_LISTS, declare_lists, declare_steps
 from ..tile.parameters import NO_PATTERN, SIZES, declare_pattern, operand
 
 
-def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
-    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], *tensors, scale,
-    heads_per_kv_head, side_by_side, [*pattern], [tickets, blocks], *ints, *floats)``
+def declare(
+    builder: Builder, call: AttentionCall, traced: Program, persistent: bool, listed: bool = False
+) -> SimpleNamespace:
+    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], [*lists], *tensors,
+    scale, heads_per_kv_head, side_by_side, [*list_steps], [*pattern], [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
     kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed`` and
     ``pattern`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
-    one batch element. The sizes, read from the tensors' shapes, come beside them.
+    one batch element; ``lists`` and ``list_steps`` are :class:`TileLists`. The sizes, read from the tensors' shapes,
+    come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -53,9 +57,12 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
     work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32")) if call.packed else None
+    lists = declare_lists(builder.prim_func_arg) if listed else NO_LISTS
     operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
+    if listed:
+        lists = lists | declare_steps(scalar)
     pattern = declare_pattern(scalar) if call.dropout else NO_PATTERN
     tickets, blocks = None, None
     if persistent:
@@ -65,7 +72,7 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     return SimpleNamespace(
         q=q, k=k, v=v, o=o, lse=lse, sink=sink, seed=seed, work=work, operands=operands, scale=scale,
         heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side, tickets=tickets, blocks=blocks,
-        **pattern, **descales, **vars(s),
+        **lists, **pattern, **descales, **vars(s),
     )  # fmt: skip
 
 

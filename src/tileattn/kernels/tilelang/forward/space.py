@@ -38,20 +38,28 @@ def forward_space(
     sizes: Sizes,
     default: Config,
     prepare: Callable[[Config], Callable[..., object]],
+    launched: Callable[[Config], Config] = lambda config: config,
 ) -> Space:
-    """The search space of a call; ``prepare`` makes a function of each configuration."""
+    """The search space of a call.
+
+    Args:
+        prepare: makes a function of each configuration.
+        launched: the configuration that this function launches: with lists of tiles or not (tile_lists.py).
+    """
     return Space(
         call=str(call),
         sizes=sizes,
         default=default,
         candidates=lambda: [config for config in candidates(call, sizes) if config != default],
-        compile=lambda configs: tuned.compiled(jobs(call, configs)),
+        compile=lambda configs: tuned.compiled(jobs(call, configs, launched)),
         prepare=prepare,
         known=tuned_config(call, sizes) is not None,
     )
 
 
-def jobs(call: AttentionCall, configs: Sequence[Config]) -> dict[Config, list[Job]]:
+def jobs(
+    call: AttentionCall, configs: Sequence[Config], launched: Callable[[Config], Config] = lambda config: config
+) -> dict[Config, list[Job]]:
     """The kernel of each configuration.
 
     The default first, with which the others are compared; then large tiles, which take longest, so that no process
@@ -59,7 +67,7 @@ def jobs(call: AttentionCall, configs: Sequence[Config]) -> dict[Config, list[Jo
     """
     first, *rest = configs
     rest.sort(key=lambda config: config.block_M * config.block_N, reverse=True)
-    return {config: [Job(call, config)] for config in (first, *rest)}
+    return {config: [Job(call, launched(config))] for config in (first, *rest)}
 
 
 def candidates(call: AttentionCall, sizes: Sizes) -> list[Config]:

@@ -48,6 +48,7 @@ class HopperBackwardConfig:
         stores_first: whether dS is stored before dV's product is started.
         words: see :func:`matrices.store_matrices`.
         mask_words: whether masked tiles hide scores by a bit for each (query_words.py).
+        listed: whether tiles of queries are taken from lists (tile_lists.py) rather than from ranges.
     """
 
     block_M: int
@@ -62,6 +63,7 @@ class HopperBackwardConfig:
     stores_first: bool = False
     words: bool = False
     mask_words: bool = False
+    listed: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -121,10 +123,11 @@ class HopperWideConfig:
     """The Hopper schedule for dk and dv of wide heads. Its tiles are 64 queries by 64 keys.
 
     Attributes:
-        late_dp: see :class:`HopperBackwardConfig`.
+        late_dp, listed: see :class:`HopperBackwardConfig`.
     """
 
     late_dp: bool = False
+    listed: bool = False
     block_M: ClassVar[int] = 64
     block_N: ClassVar[int] = 64
     adds_dq: ClassVar[bool] = False
@@ -160,6 +163,7 @@ class HopperQueriesConfig:
         tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: `k_stages` or
             `v_stages`. With 0 each element is loaded where it is used.
         settles: whether all exponentials are computed before dP is awaited (:func:`scores.settle`).
+        listed: whether tiles of keys are taken from lists (tile_lists.py) rather than from ranges.
     """
 
     block_N: int
@@ -168,6 +172,7 @@ class HopperQueriesConfig:
     block_M: int = 128
     tile_stages: int = 0
     settles: bool = False
+    listed: bool = False
 
     def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
         """The tile load whose tiles are copied, and its dtype."""

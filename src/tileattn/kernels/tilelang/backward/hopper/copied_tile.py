@@ -12,10 +12,11 @@ from tilelang.language.eager.builder import Builder
 
 from ...tile.assume import assume_aligned
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
+from ...tile.lists import length_of_line, tile_of_line
 from ...tile.matrices import accumulator_layout, load_matrices, store_matrices, transposed
 from .. import tile
 from ..operand_gradients import ADDED
-from .loads import first_head, head_count, tiles_of_head
+from .loads import first_head, head_count, line_of_head, tiles_of_head
 from .plan import BATCH, DQ_PARITY, KEY, KeysPlan, TilePlan
 from .stages import loading_ring
 
@@ -90,14 +91,23 @@ def load_tiles(plan, arg, w):
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
         outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
-        first_tile = tiles_of_head(plan, w, h)[0]
-        q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
-        row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
-        count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
-        for _ in T.serial(count):
-            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
-            row += plan.block_M
-            ring.advance()
+        if plan.listed:
+            line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                q_lo = tile_of_line(arg, line, step) * plan.block_M + arg.seqlen_k - arg.seqlen_q
+                row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
+                load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
+                ring.advance()
+        else:
+            first_tile = tiles_of_head(plan, w, h)[0]
+            q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
+            row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
+            count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
+            for _ in T.serial(count):
+                load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
+                row += plan.block_M
+                ring.advance()
 
 
 @T.macro
@@ -173,10 +183,19 @@ def take_gradients(plan, arg, w):
     parity = T.alloc_var("int32", init=0)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
-        for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
-            take_gradient(plan, arg, w, h, number, 0, parity)
-            take_gradient(plan, arg, w, h, number, 1, parity)
-            parity = parity ^ 1
+        if plan.listed:
+            line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                listed = T.alloc_var("int32", init=tile_of_line(arg, line, step))
+                take_gradient(plan, arg, w, h, listed, 0, parity)
+                take_gradient(plan, arg, w, h, listed, 1, parity)
+                parity = parity ^ 1
+        else:
+            for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
+                take_gradient(plan, arg, w, h, number, 0, parity)
+                take_gradient(plan, arg, w, h, number, 1, parity)
+                parity = parity ^ 1
 
 
 @T.macro

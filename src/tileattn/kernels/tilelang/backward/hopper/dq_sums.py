@@ -5,11 +5,30 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...tile.hopper import WARPGROUP
+from ...tile.lists import length_of_line, tile_of_line
 from ...tile.matrices import store_matrices, transposed
 from ...tile.softmax import ROWS
 from .copied_tile import take_gradient
-from .loads import first_head, head_count, tiles_of_head
+from .loads import first_head, head_count, line_of_head, tiles_of_head
 from .plan import BATCH, DQ_PARITY, DS
+
+
+@T.macro
+def add_tile(plan, arg, w, h, place, parity):
+    """Adds both halves of a tile of dQ to the sums from row `place` on; first writes out its tensor's gradient."""
+    half = plan.sum_rows // 2
+    row = T.alloc_var("int32", init=place)
+    if plan.leaving is not None:
+        take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+        take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
+    for group in T.serial(2):
+        T.barrier_wait(w.dq_ready[group], parity)
+        T.atomic_add(
+            arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
+            w.dq_sum[group * half : group * half + half, :],
+            use_tma=True,
+        )
+        T.barrier_arrive(w.dq_free[group])
 
 
 @T.macro
@@ -19,22 +38,29 @@ def add_dq(plan, arg, w):
     parity = T.alloc_var("int32", init=0)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
-        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
-        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for _ in T.serial(count):
-            if plan.leaving is not None:
-                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
-                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
-            for group in T.serial(2):
-                T.barrier_wait(w.dq_ready[group], parity)
-                T.atomic_add(
-                    arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
-                    w.dq_sum[group * half : group * half + half, :],
-                    use_tma=True,
-                )
-                T.barrier_arrive(w.dq_free[group])
-            row += plan.sum_rows
-            parity = parity ^ 1
+        if plan.listed:
+            line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                add_tile(plan, arg, w, h, tile_of_line(arg, line, step) * plan.sum_rows, parity)
+                parity = parity ^ 1
+        else:
+            row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
+            count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+            for _ in T.serial(count):
+                if plan.leaving is not None:
+                    take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+                    take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
+                for group in T.serial(2):
+                    T.barrier_wait(w.dq_ready[group], parity)
+                    T.atomic_add(
+                        arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
+                        w.dq_sum[group * half : group * half + half, :],
+                        use_tma=True,
+                    )
+                    T.barrier_arrive(w.dq_free[group])
+                row += plan.sum_rows
+                parity = parity ^ 1
 
 
 @T.macro

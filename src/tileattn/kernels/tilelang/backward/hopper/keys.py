@@ -27,6 +27,9 @@ Its gradient takes the same way back: it is written to shared memory, transposed
 stores it, or adds it to float32 sums if heads or batch elements share the bias. Batch elements that share a bias are
 neighbours in the grid.
 
+With lists of tiles (tile_lists.py) the warps read the number of each tile of queries from the block's line, in which
+those that need the mask come first.
+
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
 tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. Windows and documents
 hide scores there by a bit for each (query_words.py).
@@ -50,6 +53,7 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
 from ...tile.key_words import layouts
+from ...tile.lists import tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
@@ -68,7 +72,7 @@ from .copied_tile import (
     write_out_gradient,
 )
 from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
-from .loads import copy_keys, copy_rows, first_head, head_count, load_keys, load_rows, tiles_of_head
+from .loads import copy_keys, copy_rows, first_head, head_count, load_keys, load_rows
 from .plan import (
     BATCH,
     DQ_PARITY,
@@ -87,6 +91,7 @@ from .plan import (
 from .products import await_product, multiply_transposed
 from .query_words import find_ranges
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
+from .rows import find_line, find_rows
 from .scores import gradients_of_scores, scores_to_probabilities
 from .stages import release
 
@@ -140,21 +145,23 @@ def next_stage(plan, w):
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
 
 
-def scores_at(plan, arg, w, h, row):
-    """The tile of scores of a head's queries from `row` on."""
+def scores_at(plan, arg, w, h, row, masked):
+    """The tile of scores of a head's queries from `row` on. masked: whether a listed tile needs the mask."""
+    if not plan.listed:
+        masked = (row < w.rows[2]) | (row + plan.block_M > w.rows[3])
     return w.scores.at(
         b=w.task[BATCH],
         h=h,
         row=row,
         k_lo=w.task[KEY],
-        masked=(row < w.rows[2]) | (row + plan.block_M > w.rows[3]),
+        masked=masked,
     )
 
 
 @T.macro
-def advance(plan, arg, w, h, row):
+def advance(plan, arg, w, h, row, masked=None):
     """One iteration: a tile of queries."""
-    scores = scores_at(plan, arg, w, h, row)
+    scores = scores_at(plan, arg, w, h, row, masked)
     multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
         take_tile(plan, w)
@@ -238,23 +245,6 @@ def store_sums(plan, arg, w):
 
 
 @T.macro
-def find_rows(plan, w, h):
-    """Sets w.rows: the head's tiles of queries, begin and end, and the rows that see all keys and so need no mask."""
-    first, end = tiles_of_head(plan, w, h)
-    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-    if plan.call.packed:
-        T.sync_threads(DS_WRITTEN, CONSUMERS)  # all have read the last head's numbers
-    w.rows[0] = w.uniform(first)
-    w.rows[1] = w.uniform(T.max(end, first))
-    w.rows[2] = w.uniform(full_lo)
-    w.rows[3] = w.uniform(full_hi)
-    if plan.call.packed:
-        # Each thread would find its own write, but others may still write there, if only the same.
-        T.sync_threads(DS_WRITTEN, CONSUMERS)
-        T.fence_proxy_async()  # else TileLang puts one into the loop, because the numbers are in shared memory
-
-
-@T.macro
 def consume(plan, arg, w):
     T.fill(w.acc_dv, 0)
     T.fill(w.acc_dk, 0)
@@ -266,7 +256,10 @@ def consume(plan, arg, w):
     T.barrier_wait(w.kv_ready[0], 0)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
-        find_rows(plan, w, h)
+        if plan.listed:
+            find_line(plan, arg, w, h)
+        else:
+            find_rows(plan, w, h)
         if plan.keeps_ranges and w.visible.differ_by_head:
             find_ranges(w, h)
         if plan.slopes is not None:
@@ -275,8 +268,13 @@ def consume(plan, arg, w):
             dropout.enter_head(w.scores.pattern.words, arg, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
-        for number in T.serial(w.rows[0], w.rows[1]):
-            advance(plan, arg, w, h, number * plan.block_M)
+        if plan.listed:
+            for step in T.serial(w.rows[1]):
+                row = T.alloc_var("int32", init=tile_of_line(arg, w.rows[0], step) * plan.block_M)
+                advance(plan, arg, w, h, row, step < w.rows[2])
+        else:
+            for number in T.serial(w.rows[0], w.rows[1]):
+                advance(plan, arg, w, h, number * plan.block_M)
         for index, number in plan.sums_by_key.items():
             write_out_sums(w.sums[number], arg.written_out[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)

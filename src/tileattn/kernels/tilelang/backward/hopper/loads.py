@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
+from ...tile.lists import length_of_line, line_of, tile_of_line
 from .plan import BATCH, FIRST_HEAD, HEADS, KEY, KV_HEAD
 from .stages import Ring, loading_ring
 
@@ -56,14 +57,24 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
     ring = loading_ring(stages, kind)
     for g in T.serial(head_count(plan, arg, w)):
         h = first_head(plan, arg, w) + g
-        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
-        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for _ in T.serial(count):
-            T.barrier_wait(free[ring.stage], ring.parity)
-            copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
-            T.barrier_arrive(ready[ring.stage])
-            row += plan.block_M
-            ring.advance()
+        if plan.listed:
+            line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
+            count = T.alloc_var("int32", init=length_of_line(arg, line))
+            for step in T.serial(count):
+                row = T.alloc_var("int32", init=tile_of_line(arg, line, step) * plan.block_M)
+                T.barrier_wait(free[ring.stage], ring.parity)
+                copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
+                T.barrier_arrive(ready[ring.stage])
+                ring.advance()
+        else:
+            row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
+            count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+            for _ in T.serial(count):
+                T.barrier_wait(free[ring.stage], ring.parity)
+                copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
+                T.barrier_arrive(ready[ring.stage])
+                row += plan.block_M
+                ring.advance()
 
 
 def head_count(plan, arg, w):
@@ -74,6 +85,11 @@ def head_count(plan, arg, w):
 def first_head(plan, arg, w):
     """The first of them."""
     return w.share[FIRST_HEAD] if plan.split else w.task[KV_HEAD] * arg.heads_per_kv_head
+
+
+def line_of_head(plan, arg, w, h):
+    """The line that lists the tiles of queries of the block's keys."""
+    return line_of(arg, w.task[BATCH], h, T.truncdiv(w.task[KEY], plan.block_N))
 
 
 def tiles_of_head(plan, w, h):

@@ -47,7 +47,7 @@ class TilePlan(BackwardPlan):
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         super().__init__(call, config, traced, paths)
-        self.block_M, self.block_N = config.block_M, config.block_N
+        self.block_M, self.block_N, self.listed = config.block_M, config.block_N, config.listed
         self.head_dim, self.head_dim_v = padded_finely(call.head_dim), padded_finely(call.head_dim_v)
         self.copied, self.copied_dtype = config.copied(call) or (None, None)
         self.copied_once = self.copied is not None and all(map(self.copied.differs_by, "hb"))

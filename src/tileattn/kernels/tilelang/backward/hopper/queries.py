@@ -18,6 +18,9 @@ cores have work during the exponentials. During the rest they compute the other 
 S, P, dP and dS have queries in rows: dS is a first operand straight from registers, and every thread holds two numbers
 of lse2 and two of delta. The warpgroups share only the stages of K and V, and never wait for each other.
 
+With lists of tiles (tile_lists.py) the warps read the number of each tile of keys from the block's line, in which those
+that need the mask come first.
+
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
 tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. dQ is stored through the
 shared memory of Q: each warpgroup reads, and then overwrites, only its own rows.
@@ -49,15 +52,13 @@ from .config import CONSUMERS, HopperQueriesConfig
 from .copied_tile import alloc_tile, annotate, have_read, load_tile
 from .plan import TilePlan
 from .products import await_product, multiply_transposed
+from .queries_task import BATCH, COUNT, FIRST, HEAD, ROW, find_task, key_of_step, mixed_tiles
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities, settle, times_slope_in_place
 from .stages import OneStage, Ring, loading_ring, release
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has its own: WITHIN, WITHIN + 1.
 WITHIN = 1
-
-# Indices of the block's task: batch element, head, first row of its tile; first tile of keys, and how many.
-BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 
 # Indices of a warpgroup's state: stage and parity of K and of V; LAST is the stage of K that dQ still needs.
 K_STAGE, K_PARITY, LAST, V_STAGE, V_PARITY = range(5)
@@ -104,6 +105,18 @@ class QueriesPlan(TilePlan):
 
 
 @T.macro
+def load_listed(plan, keys, b, key, kv_h, ring):
+    """Copies the tile of K or V from `key` on, when its stage is free; `keys` as of :func:`load`."""
+    T.barrier_wait(keys.free[ring.stage], ring.parity)
+    T.tma_copy(
+        keys.source[b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
+        keys.tiles[ring.stage, :, :],
+        barrier=keys.ready[ring.stage],
+    )
+    T.barrier_arrive(keys.ready[ring.stage])
+
+
+@T.macro
 def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
     """Loads Q, then K tile by tile as stages become free; or dO, then V.
 
@@ -119,16 +132,22 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
     T.barrier_arrive(rows_ready[0])
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(keys.stages)
-    for _ in T.serial(w.task[COUNT]):
-        T.barrier_wait(keys.free[ring.stage], ring.parity)
-        T.tma_copy(
-            keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
-            keys.tiles[ring.stage, :, :],
-            barrier=keys.ready[ring.stage],
-        )
-        T.barrier_arrive(keys.ready[ring.stage])
-        key += plan.block_N
-        ring.advance()
+    if plan.listed:
+        for j in T.serial(w.task[COUNT]):
+            key = key_of_step(plan, arg, w, j)
+            load_listed(plan, keys, keys_b, key, kv_h, ring)
+            ring.advance()
+    else:
+        for _ in T.serial(w.task[COUNT]):
+            T.barrier_wait(keys.free[ring.stage], ring.parity)
+            T.tma_copy(
+                keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
+                keys.tiles[ring.stage, :, :],
+                barrier=keys.ready[ring.stage],
+            )
+            T.barrier_arrive(keys.ready[ring.stage])
+            key += plan.block_N
+            ring.advance()
 
 
 @T.macro
@@ -139,10 +158,16 @@ def load_tiles(plan, arg, w):
     row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     ring = loading_ring(plan.config.tile_stages)
-    for _ in T.serial(w.task[COUNT]):
-        load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
-        key += plan.block_N
-        ring.advance()
+    if plan.listed:
+        for j in T.serial(w.task[COUNT]):
+            key = key_of_step(plan, arg, w, j)
+            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
+            ring.advance()
+    else:
+        for _ in T.serial(w.task[COUNT]):
+            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
+            key += plan.block_N
+            ring.advance()
 
 
 # --- The consumer warpgroups ---
@@ -181,16 +206,17 @@ def probabilities(plan, w, scores):
         tile.weigh(w.kept[index], w.acc_s, at)
 
 
-def scores_at(plan, w, k_lo):
-    """The tile of scores of the keys from `k_lo` on."""
-    masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
+def scores_at(plan, w, k_lo, masked):
+    """The tile of scores of the keys from `k_lo` on. masked: whether a listed tile needs the mask."""
+    if not plan.listed:
+        masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
     return w.scores.at(b=w.task[BATCH], h=w.task[HEAD], row=w.task[ROW], k_lo=k_lo, masked=masked)
 
 
 @T.macro
-def advance(plan, w, k_lo, follows):
+def advance(plan, w, k_lo, follows, masked=None):
     """One iteration: the previous tile's part of dQ, if this tile `follows` another, and dS of this tile."""
-    scores = scores_at(plan, w, k_lo)
+    scores = scores_at(plan, w, k_lo, masked)
     if follows:
         add_dq(w)
     multiply_transposed(w.k_ready, w.k_ring, w.q, w.k[w.k_ring.stage, :, :], w.acc_s)
@@ -235,11 +261,14 @@ def store(plan, arg, w):
 @T.macro
 def consume(plan, arg, w):
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
-    full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
-    w.full[0] = w.uniform(full_lo)
-    # If the tile ends beyond the last query, all its scores are masked: the modification may be NaN there.
-    w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
+    if plan.listed:
+        w.full[0] = mixed_tiles(arg, w)
+    else:
+        q_lo = row + arg.seqlen_k - arg.seqlen_q
+        full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
+        w.full[0] = w.uniform(full_lo)
+        # If the tile ends beyond the last query, all its scores are masked: the modification may be NaN there.
+        w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
     T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
     T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
     T.fill(w.acc_dq, 0)
@@ -251,9 +280,16 @@ def consume(plan, arg, w):
         dropout.enter_head(w.scores.pattern.words, arg, b, h)
     T.barrier_wait(w.q_ready[0], 0)
     T.barrier_wait(w.do_ready[0], 0)
-    advance(plan, w, w.task[FIRST] * plan.block_N, False)
-    for j in T.serial(w.task[COUNT] - 1):
-        advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N, True)
+    if plan.listed:
+        key = T.alloc_var("int32", init=key_of_step(plan, arg, w, 0))
+        advance(plan, w, key, False, 0 < w.full[0])
+        for j in T.serial(w.task[COUNT] - 1):
+            key = key_of_step(plan, arg, w, 1 + j)
+            advance(plan, w, key, True, 1 + j < w.full[0])
+    else:
+        advance(plan, w, w.task[FIRST] * plan.block_N, False)
+        for j in T.serial(w.task[COUNT] - 1):
+            advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N, True)
     add_dq(w)
     await_product(w.acc_dq, 0)
     store(plan, arg, w)
@@ -331,20 +367,6 @@ def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespa
     )
     w.k_ring, w.v_ring, w.tile_ring = plan.rings(w.at)
     return w
-
-
-@T.macro
-def find_task(plan, arg, at, mine, w):
-    """Sets w.task: the block's tile of queries, and the tiles of keys that it loops over."""
-    w.task[BATCH] = at.uniform(at.number(mine.pair))
-    w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
-    w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
-    q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
-    q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
-    kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-    w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
-    # At least one tile, masked as a whole if no key is visible.
-    w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
 
 
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:

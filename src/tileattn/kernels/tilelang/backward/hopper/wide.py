@@ -45,12 +45,13 @@ from .....variant.program import Program
 from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARPGROUP
+from ...tile.lists import length_of_line, mixed_of_line, tile_of_line
 from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout, store_matrices
 from ...tile.softmax import ROWS
 from .. import places, tile
 from .config import CONSUMERS, HopperWideConfig
-from .loads import load_keys, load_rows, tiles_of_head
+from .loads import line_of_head, load_keys, load_rows, tiles_of_head
 from .plan import BATCH, KEY, KV_HEAD
 from .products import await_product, multiply_transposed
 from .roles import load_in_two_warps, place_of, take_part
@@ -134,10 +135,25 @@ def write_out(w, group, kind, ready):
     T.barrier_arrive(ready[group])
 
 
+def head_of(arg, w):
+    """The query head of the warpgroup's tile."""
+    return w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
+
+
+def number_of_tile(plan, arg, w):
+    """The number of the warpgroup's tile, w.at[TILE]; of a listed one, which that is the place of in its line."""
+    return tile_of_line(arg, line_of_head(plan, arg, w, head_of(arg, w)), w.at[TILE]) if plan.listed else w.at[TILE]
+
+
+def needs_mask(plan, w, row):
+    """Whether the warpgroup's tile, of the queries from `row` on, needs the mask."""
+    return w.at[TILE] < w.full[0] if plan.listed else (row < w.full[0]) | (row + TILE_ROWS > w.full[1])
+
+
 @T.macro
 def probabilities(plan, arg, w, group):
     """P of a tile, and the operand of dV's product."""
-    h, row = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD], w.at[TILE] * TILE_ROWS
+    h, row = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD], number_of_tile(plan, arg, w) * TILE_ROWS
     # The position of row 0 of the fragment, in which the second warpgroup's rows begin at 64.
     q_lo = row + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
     scores = w.scores.at(
@@ -146,7 +162,7 @@ def probabilities(plan, arg, w, group):
         row=row - group * TILE_ROWS,
         q_lo=q_lo,
         k_lo=w.task[KEY],
-        masked=(row < w.full[0]) | (row + TILE_ROWS > w.full[1]),
+        masked=needs_mask(plan, w, row),
     )
     scores_to_probabilities(plan, w, scores, w.lse2)
     for index in plan.kept:
@@ -161,7 +177,7 @@ def times_slope(plan, arg, w, group):
     scores = w.scores
     if plan.slopes.program.slope.recomputed is not None:
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
-        q_lo = w.at[TILE] * TILE_ROWS + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
+        q_lo = number_of_tile(plan, arg, w) * TILE_ROWS + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
         scores = w.scores.at(b=w.task[BATCH], h=h, q_lo=q_lo, k_lo=w.task[KEY])
     times_slope_in_place(plan, w, scores, w.narrow)
 
@@ -204,11 +220,17 @@ def own_tile(plan, arg, w, group, follows):
 def enter_head(plan, arg, w):
     """Computes the numbers that all tiles of a head share."""
     h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
-    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
-    w.full[0] = w.uniform(full_lo)
-    w.full[1] = w.uniform(full_hi)
-    w.at[TILE] = w.uniform(tiles_of_head(plan, w, h)[0])
-    w.at[END] = w.uniform(tiles_of_head(plan, w, h)[1])
+    if plan.listed:
+        line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
+        w.full[0] = mixed_of_line(arg, line)
+        w.at[TILE] = 0
+        w.at[END] = length_of_line(arg, line)
+    else:
+        full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
+        w.full[0] = w.uniform(full_lo)
+        w.full[1] = w.uniform(full_hi)
+        w.at[TILE] = w.uniform(tiles_of_head(plan, w, h)[0])
+        w.at[END] = w.uniform(tiles_of_head(plan, w, h)[1])
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
     if plan.call.dropout:
@@ -264,7 +286,10 @@ def consume(plan, arg, w):
     count = T.alloc_var("int32", init=0)
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        count += T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        if plan.listed:
+            count += length_of_line(arg, line_of_head(plan, arg, w, h))
+        else:
+            count += T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
     T.fill(w.acc, 0)
     w.group[0] = w.thread // WARPGROUP
     T.barrier_wait(w.kv_ready[0], 0)

@@ -38,7 +38,7 @@ class WidePlan(BackwardPlan):
 
     def __init__(self, call: AttentionCall, config: HopperWideConfig, traced: Program) -> None:
         super().__init__(call, config, traced)
-        self.head_dim = config.head_dim(call)
+        self.head_dim, self.listed = config.head_dim(call), config.listed
 
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see tile/hopper.py.

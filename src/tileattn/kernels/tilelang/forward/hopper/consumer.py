@@ -27,6 +27,7 @@ from .tasks import (
     rows_of,
     sizes_of_task,
     tile_of_step,
+    whole_tile,
 )
 
 # Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
@@ -304,7 +305,7 @@ def walk_masked(plan, arg, w, count, right, left, masked):
     """The masked tiles of keys but the first."""
     if plan.masks_inside:
         for j in T.serial(masked - 1):
-            tile = tile_of_step(plan, j + 1, count, right, left)
+            tile = tile_of_step(plan, arg, w, j + 1, count, right, left)
             advance(plan, arg, w, first_key_of(plan, w, tile), True, False)
 
 
@@ -312,8 +313,8 @@ def walk_masked(plan, arg, w, count, right, left, masked):
 def walk_whole(plan, arg, w, count, left, masked, bounded):
     """The tiles without a mask; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
     for j in T.serial(count - masked):
-        # Past the masked tiles; those at the left came before.
-        advance(plan, arg, w, first_key_of(plan, w, count - 1 - (masked + j) + left), False, bounded)
+        tile = whole_tile(plan, arg, w, masked + j, count, left)
+        advance(plan, arg, w, first_key_of(plan, w, tile), False, bounded)
 
 
 @T.macro
@@ -349,7 +350,7 @@ def attend(plan, arg, w, turn):
         dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
-    first_key = first_key_of(plan, w, tile_of_step(plan, 0, count, right, left))
+    first_key = first_key_of(plan, w, tile_of_step(plan, arg, w, 0, count, right, left))
     scores_to_weights(plan, arg, w, first_key, right + left > 0)
     keep_weights(plan, w)
     next_k(plan, w)

@@ -69,7 +69,7 @@ def load(plan, arg, w, turn, step):
     T.tma_copy(rows_of(plan, arg.q, q_b, row, plan.block_M, h, slice(0, plan.head_dim)), w.q, barrier=w.q_ready[0])
     T.barrier_arrive(w.q_ready[0])
     for j in T.serial(count):
-        k_lo = first_key_of(plan, w, tile_of_step(plan, j, count, right, left))
+        k_lo = first_key_of(plan, w, tile_of_step(plan, arg, w, j, count, right, left))
         n = step + j
         if (j == count - 1) & (w.rank == LEADER) & (w.thread == plan.consumers):
             # Draw as late as the answer can still be in time: a block that draws sooner may hold a tile back at the end

@@ -7,12 +7,13 @@ import tilelang.language as T
 from ...packed.ragged import tile as ragged_tile
 from ...packed.tasks import find_task
 from ...tile.expressions import Emitter
+from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import Visibility
 from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
 
 # A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
 # and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
-# (A cluster's blocks copy wholes of 16 bytes, so there is one field to spare.)
+# (A cluster's blocks copy wholes of 16 bytes, so there is one field to spare.) With lists FIRST_KEY is the task's line.
 BATCH, HEAD, ROW, FIRST_KEY, RIGHT, LEFT, COUNT, _ = range(FIELDS)
 Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
 
@@ -47,17 +48,28 @@ def task_total(plan, arg, w):
     return w.total[0] if plan.packed else T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
 
 
-def tile_of_step(plan, j, count, right, left):
-    """The j-th tile of a task's `count`: first those that need the mask, at the right and left ends, then the rest."""
+def tile_of_step(plan, arg, w, j, count, right, left):
+    """The j-th tile of a task's `count`: first those that need the mask, at the right and left ends, then the rest.
+
+    Of a listed task it is read from its line, where those that need the mask come first as well.
+    """
+    if plan.listed:
+        return T.alloc_var("int32", init=tile_of_line(arg, w.task[FIRST_KEY], j))[0]
     inner = count - 1 - j + left  # right ones: count - 1 - j; after them `left` steps went elsewhere
     if not plan.masks_inside:
         return count - 1 - j
     return T.if_then_else(j < right, count - 1 - j, T.if_then_else(j < right + left, j - right, inner))
 
 
+def whole_tile(plan, arg, w, j, count, left):
+    """The same where the tile is known to need no mask."""
+    # Past the masked tiles; those at the left came before.
+    return tile_of_step(plan, arg, w, j, count, 0, left) if plan.listed else count - 1 - j + left
+
+
 def first_key_of(plan, w, tile):
     """The first key of a task's tile."""
-    return tile * plan.block_N if plan.from_first_key else w.task[FIRST_KEY] + tile * plan.block_N
+    return tile * plan.block_N if plan.from_first_key or plan.listed else w.task[FIRST_KEY] + tile * plan.block_N
 
 
 @T.macro
@@ -83,23 +95,33 @@ def write_message(plan, arg, w, turn, tile):
         row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * plan.rows)
         b = T.alloc_var("int32", init=T.truncmod(pair, arg.batch) if plan.batch_first else T.truncdiv(pair, arg.heads))
         h = T.alloc_var("int32", init=T.truncdiv(pair, arg.batch) if plan.batch_first else T.truncmod(pair, arg.heads))
-    visible = Visibility(plan.traced, emit, of.seqlen_k)
-    q_lo = row + of.seqlen_k - of.seqlen_q
-    q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
-    kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
-    full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-    # `count` tiles from the key `first` on; those in [full_begin, full_end) are fully visible. There is at least one
-    # tile, fully masked where nothing is visible.
-    first = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.key_step) * plan.key_step)
-    count = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi - first, plan.block_N), 1))
-    full_begin = T.ceildiv(T.max(full_lo - first, 0), plan.block_N)
-    full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
+    if plan.listed:
+        # At least one tile here as well: the first of the line, which is hidden then.
+        first = T.alloc_var("int32", init=line_of(arg, b, h, T.truncdiv(row, plan.rows)))
+        seen = T.alloc_var("int32", init=length_of_line(arg, first))
+        count = T.max(seen, 1)
+    else:
+        visible = Visibility(plan.traced, emit, of.seqlen_k)
+        q_lo = row + of.seqlen_k - of.seqlen_q
+        q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
+        kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+        full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+        # `count` tiles from the key `first` on; those in [full_begin, full_end) are fully visible. There is at least
+        # one tile, fully masked where nothing is visible.
+        first = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.key_step) * plan.key_step)
+        count = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi - first, plan.block_N), 1))
+        full_begin = T.ceildiv(T.max(full_lo - first, 0), plan.block_N)
+        full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
     w.message[turn % plan.messages, ROW] = row
     w.message[turn % plan.messages, FIRST_KEY] = first
-    w.message[turn % plan.messages, RIGHT] = count - full_end
-    w.message[turn % plan.messages, LEFT] = T.min(full_begin, full_end)
+    if plan.listed:
+        w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
+        w.message[turn % plan.messages, LEFT] = 0
+    else:
+        w.message[turn % plan.messages, RIGHT] = count - full_end
+        w.message[turn % plan.messages, LEFT] = T.min(full_begin, full_end)
     w.message[turn % plan.messages, COUNT] = count
 
 
