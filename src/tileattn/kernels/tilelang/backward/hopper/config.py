@@ -46,6 +46,8 @@ class HopperBackwardConfig:
         adders: warps that add up dq: 1 for both warpgroups' halves, or one for each of the 2.
         stores_first: whether dS is stored before dV's product is started.
         words: see :func:`matrices.store_matrices`.
+        unpadded: whether S, dP, dV and dK are computed without most of the columns that pad the head dim: at head dim
+            80 with 80 of 96, at 112 with 112 of 128.
     """
 
     block_M: int
@@ -59,6 +61,7 @@ class HopperBackwardConfig:
     adders: int = 1
     stores_first: bool = False
     words: bool = False
+    unpadded: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -88,6 +91,14 @@ class HopperBackwardConfig:
         per_score = 0 if copied is None else self.tile_stages * copied[1].itemsize + self.gradient_bytes
         tiles = self.block_M * self.block_N * per_score
         return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
+
+    def used_columns(self, call: AttentionCall) -> dict[int, int]:
+        """For each width of the tiles of Q, K, V and dO the columns that products take: whole steps of 16."""
+        used: dict[int, int] = {}
+        for head_dim in (call.head_dim, call.head_dim_v) if self.unpadded else ():
+            width = padded_finely(head_dim)
+            used[width] = max(used.get(width, 0), -(-head_dim // 16) * 16)
+        return {width: columns for width, columns in used.items() if columns < width}
 
     def products(self, call: AttentionCall) -> int:
         """Registers per thread for dK, dV, S, dP, and P in 16 bits."""
