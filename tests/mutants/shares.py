@@ -13,6 +13,20 @@ SUMS = (f"{EMULATED}::test_parts_are_added_up_in_float32",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
+        "kernels/tilelang/backward/hopper/config.py",
+        ("kernels/tilelang/backward/test_unpadded.py", "kernels/tilelang/backward/test_exchange.py"),
+        {
+            "hopper: padding is never left out": ("        if _used_columns(call):\n", "        if False:\n"),
+            "hopper: 80 queries at head dim 112, causal": (" != {128: 112}:", " is not None:"),
+            "hopper: head dim 80 exchanges dS as 96 does": (" and _used_columns(call) != {})", " and False)"),
+            "hopper: head dim 96 exchanges dS as 80 does": (" and _used_columns(call) != {})", ")"),
+            "hopper: shares exchange dS in the plainest way": (
+                "gains = config.words and not config.stores_first",
+                "gains = False",
+            ),
+        },
+    ),
+    *mutants(
         f"{SHARES}/waves.py",
         MODEL,
         {

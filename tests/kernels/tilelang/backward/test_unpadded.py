@@ -10,10 +10,13 @@ import pytest
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of
-from tests.tools.lowering import assemble, find_nvcc, make_call, numbers
-from tileattn import Causal
+from tests.tools.lowering import TILES, assemble, find_nvcc, make_call, numbers
+from tileattn import Bias, Causal, SlidingWindow
+from tileattn.kernels.tilelang.backward.defaults import default, short_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import main_kernel
+from tileattn.kernels.tilelang.backward.shares.choice import split
+from tileattn.kernels.tilelang.backward.space import candidates
 from tileattn.kernels.tilelang.build.compile import device_source
 
 TILE = HopperBackwardConfig(64, unpadded=True)
@@ -66,11 +69,60 @@ def test_other_head_dims_keep_their_kernel() -> None:
     assert products(96, TILE) == products(96, HopperBackwardConfig(64))
 
 
+EXCHANGE = {"adders": 2, "stores_first": True, "words": True}
+CALLS = {
+    "plain-80": backward_of(make_call(dim=80)),
+    "causal-80": backward_of(make_call(Causal(), dim=80)),
+    "plain-112": backward_of(make_call(dim=112)),
+    "causal-112": backward_of(make_call(Causal(), dim=112)),
+    "causal-128/80": backward_of(make_call(Causal(), dim=128, dim_v=80)),
+    "packed-causal-112": backward_of(make_call(Causal(), dim=112, packed=True)),
+    "window-112": backward_of(make_call(SlidingWindow(5, 0), dim=112)),
+    "dropout-80": backward_of(make_call(dim=80, dropout=True)),
+    "bias-tiles-80": backward_of(make_call(None, Bias(TILES), dim=80)),
+    "deterministic-causal-112": backward_of(make_call(Causal(), dim=112), deterministic=True),
+}
+
+
+def test_calls_with_padding_leave_it_out() -> None:
+    """With the tiles and the exchange of dS that were measured with it."""
+    chosen = {name: default(call) for name, call in CALLS.items()}
+    assert all(isinstance(config, HopperBackwardConfig) and config.unpadded for config in chosen.values())
+    tiles = {name: config.block_M for name, config in chosen.items() if "causal" in name}
+    assert tiles == {
+        "causal-80": 64,
+        "causal-112": 64,
+        "causal-128/80": 80,
+        "packed-causal-112": 64,
+        "deterministic-causal-112": 80,
+    }
+    assert chosen["plain-80"] == HopperBackwardConfig(64, unpadded=True, **EXCHANGE)
+    assert chosen["plain-112"] == HopperBackwardConfig(80, unpadded=True, **EXCHANGE)
+    assert chosen["causal-80"] == chosen["causal-112"] == TILE
+    assert short_default(CALLS["causal-112"]) is None
+    for dim in (64, 96, 128, 160):
+        assert not default(backward_of(make_call(dim=dim))).unpadded
+
+
+@pytest.mark.parametrize(("name", "block_M"), [("plain-80", 64), ("plain-112", 80), ("causal-112", 64)])
+def test_shares_leave_it_out(name: str, block_M: int) -> None:
+    config = split(CALLS[name], default(CALLS[name]), 2)
+    assert config == HopperBackwardConfig(block_M, split=True, unpadded=True)
+
+
+def test_so_do_all_configurations_of_the_tuner() -> None:
+    for call, unpadded in ((CALLS["plain-80"], True), (backward_of(make_call(dim=96)), False)):
+        found = candidates(call)
+        assert len(found) > 1
+        assert {config.unpadded for config in found if isinstance(config, HopperBackwardConfig)} == {unpadded}
+
+
 @pytest.mark.slow  # each is lowered and assembled in seconds
-@pytest.mark.parametrize(("dim", "causal", "block_M"), [(80, False, 64), (112, True, 64), (112, True, 80)])
-def test_nothing_is_spilled_or_serialised(dim: int, causal: bool, block_M: int, tmp_path: Path) -> None:
-    call = backward_of(make_call(Causal() if causal else None, dim=dim))
-    source = device_source(main_kernel(call, HopperBackwardConfig(block_M, unpadded=True)), "sm_90a")
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("name", ["plain-80", "plain-112", "causal-112"])
+def test_nothing_is_spilled_or_serialised(name: str, shares: int, tmp_path: Path) -> None:
+    call = CALLS[name]
+    source = device_source(main_kernel(call, split(call, default(call), shares)), "sm_90a")
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("lowered, but not assembled: there is no nvcc (pip install 'tileattn[cuda]')")

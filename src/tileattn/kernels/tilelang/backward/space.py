@@ -89,7 +89,10 @@ def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
         if isinstance(present, HopperBackwardConfig) and present.late_dp and not late_dp:
             continue
         buffers = present.ds_buffers if isinstance(present, HopperBackwardConfig) else 0
-        config = HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+        unpadded = isinstance(present, HopperBackwardConfig) and present.unpadded
+        config = HopperBackwardConfig(
+            block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp, unpadded=unpadded
+        )
         if isinstance(present, HopperBackwardConfig) and present.tile_stages:
             for tile_stages in (num_stages, 1):
                 yield replace(config, tile_stages=tile_stages, gradient_bytes=present.gradient_bytes)
