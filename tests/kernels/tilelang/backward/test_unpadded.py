@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_other_head_dims_keep_their_kernel() -> None:
     assert products(96, TILE) == products(96, HopperBackwardConfig(64))
 
 
-EXCHANGE = {"adders": 2, "stores_first": True, "words": True}
+EXCHANGE: dict[str, Any] = {"adders": 2, "stores_first": True, "words": True}
 CALLS = {
     "plain-80": backward_of(make_call(dim=80)),
     "causal-80": backward_of(make_call(Causal(), dim=80)),
@@ -101,7 +102,9 @@ def test_calls_with_padding_leave_it_out() -> None:
     assert chosen["causal-80"] == chosen["causal-112"] == TILE
     assert short_default(CALLS["causal-112"]) is None
     for dim in (64, 96, 128, 160):
-        assert not default(backward_of(make_call(dim=dim))).unpadded
+        config = default(backward_of(make_call(dim=dim)))
+        assert isinstance(config, HopperBackwardConfig)
+        assert not config.unpadded
 
 
 @pytest.mark.parametrize(("name", "block_M"), [("plain-80", 64), ("plain-112", 80), ("causal-112", 64)])

@@ -27,6 +27,7 @@ from .shares.choice import chosen, split
 from .shares.side_by_side import heads_side_by_side, kv_heads_side_by_side
 from .space import backward_space as space_with
 from .space import tuned_config
+from .two_streams import launch_beside, pays
 from .workspaces import BatchWorkspaces, PackedWorkspaces, rows_of
 
 
@@ -112,6 +113,7 @@ def prepare_backward_with(
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
     whole = call.needs == (True, True, True, False)
+    beside = kernels.queries is not None and pays(call, config, q_shape, k_shape)
     if of_batch is not None and whole and shares == 1 and _is_plain(call, kernels):
         assert dq_dim is not None
         return _plain(kernels, of_batch, dq_dim, own_order, of_main)
@@ -138,12 +140,23 @@ def prepare_backward_with(
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
-        kernels.main(*work, *rows, *parts, *ordered, *written_out, *tensors, *of_main, *numbers)
-        if shares > 1:
-            keys = dk.shape[0] * dk.shape[1]
-            add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in (dk, dv)))
-        if kernels.queries is not None:
-            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *tensors, *of_queries, *numbers)
+
+        def run_main() -> None:
+            kernels.main(*work, *rows, *parts, *ordered, *written_out, *tensors, *of_main, *numbers)
+            if shares > 1:
+                _add_up(call, shares, parts, (dk, dv))
+
+        def run_queries() -> None:
+            assert kernels.queries is not None
+            kernels.queries(*of_tiles, *rows, dq, *tensors, *of_queries, *numbers)
+
+        of_tiles = () if kernels.queries is None else workspaces.work(tiles[1])
+        if beside:
+            launch_beside(run_queries, run_main, q.device)
+        else:
+            run_main()
+            if kernels.queries is not None:
+                run_queries()
         if kernels.finish is not None:
             kernels.finish(*workspaces.work(tiles[2]), dq, *ordered, scale)
         if whole:
@@ -201,6 +214,12 @@ def _plain(
 def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
     """The workspaces of the shares' float32 parts of dk and dv, side by side for each key."""
     return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
+
+
+def _add_up(call: BackwardCall, shares: int, parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Adds up the shares' parts of dk and dv."""
+    keys = gradients[0].shape[0] * gradients[0].shape[1]
+    add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in gradients))
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
