@@ -11,7 +11,56 @@ EMULATED = "kernels/tilelang/backward/test_shares_emulated.py"
 BLOCKS = (f"{EMULATED}::test_each_head_has_one_block",)
 SUMS = (f"{EMULATED}::test_parts_are_added_up_in_float32",)
 
+STREAMS = ("kernels/tilelang/backward/test_two_streams.py",)
+
 MUTANTS: list[Mutant] = [
+    *mutants(
+        "kernels/tilelang/backward/two_streams.py",
+        STREAMS,
+        {
+            "streams: the second does not wait for what came before": ("    second.wait_stream(current)\n", ""),
+            "streams: nothing waits for the second": (
+                "        current.wait_stream(second)\n",
+                "        second.wait_stream(current)\n",
+            ),
+            "streams: a failed launch leaves the second one running": ("    finally:  #", "    except SystemExit:  #"),
+            "streams: one second for all threads": (", threading.get_ident()", ""),
+            "streams: one second for all streams": (
+                "current.device_index, current.cuda_stream, ",
+                "current.device_index, ",
+            ),
+            "streams: beside itself": ("if found == current:", "if found is None:"),
+            "streams: all keys under a causal mask": ("if not causal:", "if causal is not None:"),
+            "streams: however small the pass is": (">= LEAST_WORK", ">= 0"),
+            "streams: packed calls too": ("if forward.packed or not known", "if not known"),
+            "streams: whatever the mask": ("if forward.packed or not known or", "if forward.packed or"),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/launch.py",
+        STREAMS,
+        {
+            "streams: never": ("if beside is not None and queries is not None:", "if False:"),
+            "streams: shares are added up on the first": (
+                "*of_main, *steps, *numbers)\n            if shares > 1:",
+                "*of_main, *steps, *numbers)\n            if shares < 0:",
+            ),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/hopper/preferences.py",
+        ("kernels/tilelang/backward/test_unpadded.py", "kernels/tilelang/backward/test_exchange.py"),
+        {
+            "hopper: padding is never left out": ("unpadded=bool(_used_columns(call))", "unpadded=False"),
+            "hopper: 80 queries at head dim 112, causal": (" != {128: 112}:", " is not None:"),
+            "hopper: head dim 80 exchanges dS as 96 does": (" and _used_columns(call) != {})", " and False)"),
+            "hopper: head dim 96 exchanges dS as 80 does": (" and _used_columns(call) != {})", ")"),
+            "hopper: shares exchange dS in the plainest way": (
+                "gains = config.words and not config.stores_first",
+                "gains = False",
+            ),
+        },
+    ),
     *mutants(
         f"{SHARES}/waves.py",
         MODEL,
@@ -83,7 +132,7 @@ MUTANTS: list[Mutant] = [
             ),
             "shares: the tuner measures whole groups": ("k_shape, scale, shares(config)),", "k_shape, scale),"),
             "shares: the tuner compiles whole groups": (
-                "lambda config: split(call, config, shares(config)),",
+                "lambda config: split(call, launched(config), shares(config)),",
                 "lambda config: config,",
             ),
         },

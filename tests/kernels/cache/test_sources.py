@@ -128,7 +128,7 @@ HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_ta
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
-HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
+HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "side_by_side", "waves")}
 
 

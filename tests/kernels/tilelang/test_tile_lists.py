@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tileattn import (
+    BlockSparse,
     Causal,
     Dilated,
     Documents,
@@ -46,6 +47,7 @@ from tileattn.kernels.tilelang.tile_lists import (
 from tileattn.math import load
 from tileattn.variant.intervals.tiles import Kind
 from tileattn.variant.key import encode
+from tileattn.variant.sparse.blocks import CallSizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,6 +242,28 @@ def test_without_a_mask_and_of_a_matrix_nothing_is_listed() -> None:
     assert not is_listed("")
     assert not is_listed(encode(None, (SoftCap(3.0),))[0])
     assert not is_listed(key_and_operands(FunctionMask(lambda b, h, q, k: load(matrix, q, k)))[0])
+
+
+@pytest.mark.parametrize("block_size", [128, (1, 64), (64, 16), 200])
+def test_blocks_of_a_model_are_listed(block_size: int | tuple[int, int]) -> None:
+    """A matrix, but of blocks. Kinds of 128 by 128 tiles are those of all pairs."""
+    block_q, block_k = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if block_k % 16:
+        with pytest.raises(ValueError, match="block_size"):
+            BlockSparse(torch.ones(1, 1, 8, 8, dtype=torch.bool), block_size)
+        return
+    torch.manual_seed(0)
+    blocks = torch.rand(1, 2, -(-600 // block_q), -(-1000 // block_k)) < 0.1
+    mask = BlockSparse(blocks, block_size).in_call(CallSizes(1, 4, 2, 600, 1000, 400))
+    variant, operands = encode(mask, ())
+    assert is_listed(variant)
+    lists = make_lists(variant, operands, Sizes(1, 4, 600, 1000), Cut(128, 128), CPU)
+    pairs = blocks.repeat_interleave(block_q, 2)[:, :, :600].repeat_interleave(block_k, 3)[..., :1000]
+    whole = (
+        torch.nn.functional.pad(pairs.repeat_interleave(2, 1), (0, 24, 0, 40)).unfold(2, 128, 128).unfold(3, 128, 128)
+    )
+    visited = whole.any(-1).any(-1).sum(-1).flatten()
+    assert lists.counts[:, 1].tolist() == visited.tolist()
 
 
 def test_short_packed_and_fp8_calls_walk_over_ranges() -> None:

@@ -54,6 +54,7 @@ CALLS = {
     "plain-160": backward_of(make_call(dim=160)),
     "causal-192/128": backward_of(make_call(Causal(), dim=192, dim_v=128)),
     "plain-192/128": backward_of(make_call(dim=192, dim_v=128)),
+    "plain-192": backward_of(make_call(dim=192)),
     "softcap-256": backward_of(make_call(Causal(), SoftCap(30.0), dim=256)),
     "alibi-256": without_tensors(backward_of(make_call(None, ALiBi(SLOPES), dim=256))),
     "softcap-192/128": backward_of(make_call(None, SoftCap(30.0), dim=192, dim_v=128)),
@@ -128,7 +129,7 @@ def test_schedules_of_wide_heads() -> None:
     assert queries_default(CALLS["plain-256"]) == HopperQueriesConfig(64, v_stages=1)
     assert queries_default(CALLS["causal-192/128"]) == HopperQueriesConfig(80, settles=True)
     settled = [name for name, call in CALLS.items() if getattr(queries_default(call), "settles", False)]
-    assert settled == ["causal-192/128"]
+    assert settled == ["causal-192", "causal-192/128", "plain-192/128", "plain-192"]
     # Left to the generic schedule: tensors' gradients, elements of memory for each score, other alignments and dims.
     for call in (
         backward_of(make_call(None, ALiBi(SLOPES), dim=256)),

@@ -18,13 +18,8 @@ from .config import (
     preferences,
     read_together,
 )
-from .hopper.config import (
-    HopperBackwardConfig,
-    HopperQueriesConfig,
-    HopperWideConfig,
-    hopper_preferences,
-    queries_preferences,
-)
+from .hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
+from .hopper.preferences import hopper_preferences, queries_preferences
 from .operand_gradients import paths
 
 # Queries up to which sequences count as short. Tiles of 80 queries lose more at their ends, under a causal mask, than

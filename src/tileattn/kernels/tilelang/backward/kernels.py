@@ -9,7 +9,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....call.facts import BackwardCall
 from ....variant.program import program
-from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
+from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS, USED_COLUMNS
 from . import finish, generic, prepare, queries
 from .amd import queries as amd
 from .amd.config import AmdBackwardConfig
@@ -69,7 +69,11 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
             generic.body(forward, config, traced, operand_paths, adds_dq)(arguments)
     # Where dq is added up too, the descriptors have been measured as they are. If groups are split, ptxas would spill
     # them: they are computed from the head, which then is in a register.
-    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and (split or not adds_dq))
+    function = builder.get().with_attr(OWN_BARRIERS, own)
+    used = config.used_columns(forward) if isinstance(config, HopperBackwardConfig) else {}
+    if used:
+        function = function.with_attr(USED_COLUMNS, [number for pair in used.items() for number in pair])
+    return function.with_attr(DESCRIPTORS_IN_LOOPS, own and (split or not adds_dq))
 
 
 def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:

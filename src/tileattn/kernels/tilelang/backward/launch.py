@@ -29,6 +29,7 @@ from .shares.choice import chosen, split
 from .shares.side_by_side import heads_side_by_side, kv_heads_side_by_side
 from .space import backward_space as space_with
 from .space import tuned_config
+from .two_streams import launch_beside, runs_beside
 from .workspaces import BatchWorkspaces, PackedWorkspaces, rows_of
 
 
@@ -105,32 +106,22 @@ def prepare_backward_with(
 
     shares: blocks that share the query heads of a group.
     """
-    heads, kv_heads = q_shape[2], k_shape[2]
-    if shares > heads // kv_heads:
-        raise ValueError(f"shares is {shares}, and a group has {heads // kv_heads} heads: it must be at most that")
-    if shares > 1:
-        tuned = split(call, tuned or default(call), shares)
-        add_shares(call)  # loaded now, with the other kernels
+    heads = q_shape[2]
+    tuned = _shared(tuned, call, shares, heads // k_shape[2])
     config = default(call) if tuned is None else tuned
     operand_paths = paths(call)
     leaves = (leaving(config, read_together(call), operand_paths) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
-    scalars: tuple[float, ...] = (scale, heads // kv_heads)
     dq_dim = padded_finely(call.forward.head_dim) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)
-    of_main = of_queries = scalars
-    if own_order:
-        of_main += (kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads),)
-    if not isinstance(queries_default(call), BackwardConfig):
-        of_queries += (heads_side_by_side(call, q_shape, k_shape),)
+    of_main, of_queries = _scalars(call, config, q_shape, k_shape, scale, shares)
     of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
-    nothing = _nothing(call)
     whole = call.needs == (True, True, True, False)
-    listed = not isinstance(config, BackwardConfig) and config.listed
-    cut_of_main, cut_of_queries = _cuts(call, config)
+    listed, (cut_of_main, cut_of_queries) = own_order and config.listed, _cuts(call, config)
     sizes = Sizes(q_shape[0], heads, q_shape[1], k_shape[1])
+    beside = runs_beside(call, config, q_shape, k_shape)
     if of_batch is not None and whole and shares == 1 and not listed and _is_plain(call, kernels):
         assert dq_dim is not None
         return _plain(kernels, of_batch, dq_dim, own_order, of_main)
@@ -138,18 +129,17 @@ def prepare_backward_with(
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
         q, k, v, sink, operands, dropout, packed, _, out = inputs
         if q.shape[1] == 0 or k.shape[1] == 0:
-            return nothing(inputs, o, lse, do, dlse)
+            return _nothing(call)(inputs, o, lse, do, dlse)
         workspaces = PackedWorkspaces(call, q, k, packed, cuts) if packed is not None else of_batch
         assert workspaces is not None
         lse2, delta, sums, ordered = rows_of(q, workspaces.q_rows, dq_dim, own_order)
-        of_lse = () if dlse is None else (dlse.contiguous(),)
         of_q, of_k, of_v = workspaces.gradients
         dq = q.new_empty(*of_q) if out is None else out
         dk, dv = q.new_empty(*of_k), q.new_empty(*of_v)
         if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):
             q, k, v, o, do = map(one_batch, (q, k, v, o, do))
+        of_lse = () if dlse is None else (dlse.contiguous(),)
         kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
-
         written_out = [
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
@@ -164,13 +154,19 @@ def prepare_backward_with(
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
-        kernels.main(*work, *rows, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
-        if shares > 1:
-            keys = dk.shape[0] * dk.shape[1]
-            add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in (dk, dv)))
-        if kernels.queries is not None:
+
+        def run_main() -> None:
+            kernels.main(*work, *rows, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
+            if shares > 1:
+                _add_up(call, shares, parts, (dk, dv))
+
+        def run_queries() -> None:
+            assert kernels.queries is not None
             lists, steps = of_lists(cut_of_queries)
-            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *lists, *tensors, *of_queries, *steps, *numbers)
+            kernels.queries(*of_tiles, *rows, dq, *lists, *tensors, *of_queries, *steps, *numbers)
+
+        of_tiles = () if kernels.queries is None else workspaces.work(tiles[1])
+        _launch(run_main, run_queries if kernels.queries else None, q.device if beside else None)
         if kernels.finish is not None:
             kernels.finish(*workspaces.work(tiles[2]), dq, *ordered, scale)
         if whole:
@@ -178,14 +174,44 @@ def prepare_backward_with(
         dsink = None
         if sink is not None and call.needs[3]:
             dsink = _sink_gradient(sink, lse, workspaces.by_row(delta), packed)
-        dtensors = [
-            _tensor_gradient(index, operand_paths, written_out, operands, workspaces) if need else None
-            for index, need in enumerate(call.needs[4:])
-        ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
-        return Gradients(*wanted, dsink, tuple(dtensors))
+        return Gradients(*wanted, dsink, _tensor_gradients(call, operand_paths, written_out, operands, workspaces))
 
     return backward
+
+
+def _launch(main: Callable[[], None], queries: Callable[[], None] | None, beside: torch.device | None) -> None:
+    """Launches the kernel for dk and dv, and that for dq if there is one: on two streams of the device `beside`."""
+    if beside is not None and queries is not None:
+        launch_beside(queries, main, beside)
+        return
+    main()
+    if queries is not None:
+        queries()
+
+
+def _shared(tuned: MainConfig | None, call: BackwardCall, shares: int, group: int) -> MainConfig | None:
+    """The main kernel's configuration with a number of shares; None for the default without."""
+    if shares > group:
+        raise ValueError(f"shares is {shares}, and a group has {group} heads: it must be at most that")
+    if shares == 1:
+        return tuned
+    add_shares(call)  # loaded now, with the other kernels
+    return split(call, tuned or default(call), shares)
+
+
+def _scalars(
+    call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, scale: float, shares: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The numbers that the main kernel takes of the call, and those of the kernel for dq alone."""
+    kv_heads = k_shape[2]
+    of_main: tuple[float, ...] = (scale, q_shape[2] // kv_heads)
+    of_queries = of_main
+    if not isinstance(config, BackwardConfig):
+        of_main += (kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads),)
+    if not isinstance(queries_default(call), BackwardConfig):
+        of_queries += (heads_side_by_side(call, q_shape, k_shape),)
+    return of_main, of_queries
 
 
 def _cuts(call: BackwardCall, config: MainConfig) -> tuple[Cut, Cut | None]:
@@ -239,6 +265,12 @@ def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
 
 
+def _add_up(call: BackwardCall, shares: int, parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Adds up the shares' parts of dk and dv."""
+    keys = gradients[0].shape[0] * gradients[0].shape[1]
+    add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in gradients))
+
+
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
     """The gradients of calls without rows or keys: zeros, except the sink's: lse equals the sink there."""
 
@@ -287,6 +319,20 @@ def _workspace(path: Path, workspaces: BatchWorkspaces | PackedWorkspaces, opera
     *outer, columns = shape
     step = 16 // dtype.itemsize
     return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
+
+
+def _tensor_gradients(
+    call: BackwardCall,
+    operand_paths: tuple[Path, ...],
+    parts: list[Tensor],
+    operands: Operands,
+    workspaces: BatchWorkspaces | PackedWorkspaces,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the variant's tensors; None where none is wanted."""
+    return tuple(
+        _tensor_gradient(index, operand_paths, parts, operands, workspaces) if need else None
+        for index, need in enumerate(call.needs[4:])
+    )
 
 
 def _tensor_gradient(

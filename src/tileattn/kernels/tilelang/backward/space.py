@@ -90,8 +90,14 @@ def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
             continue
         buffers = present.ds_buffers if isinstance(present, HopperBackwardConfig) else 0
         words = isinstance(present, HopperBackwardConfig) and present.mask_words
+        unpadded = isinstance(present, HopperBackwardConfig) and present.unpadded
         config = HopperBackwardConfig(
-            block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp, mask_words=words
+            block_M,
+            num_stages=num_stages,
+            ds_buffers=buffers,
+            late_dp=late_dp,
+            mask_words=words,
+            unpadded=unpadded,
         )
         if isinstance(present, HopperBackwardConfig) and present.tile_stages:
             for tile_stages in (num_stages, 1):

@@ -30,6 +30,10 @@ OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLa
 OWN_BOUNDS = "tileattn.own_bounds"  # attribute of functions that access no element outside of a tensor
 # Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
 DESCRIPTORS_IN_LOOPS = "tileattn.descriptors_in_loops"
+# Attribute of functions whose products leave out columns of their tiles' padding: the width of tiles, the columns that
+# are used, another width, ...
+USED_COLUMNS = "tileattn.used_columns"
+STEP = 16  # columns that one product of 16-bit operands adds up
 
 
 def target_of(arch: str) -> Any:
@@ -70,6 +74,9 @@ def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
         kernel = _uniform_warpgroups(_one_producer_warp(_constant_waits(kernel)))
         if bool(function.attrs.get(DESCRIPTORS_IN_LOOPS, False)):
             kernel = _descriptors_in_loops(kernel)
+        if USED_COLUMNS in function.attrs:
+            numbers = [int(number) for number in function.attrs[USED_COLUMNS]]
+            kernel = _without_padding(kernel, dict(zip(numbers[::2], numbers[1::2], strict=True)))
         device.update_func(name, kernel)
     return host, device
 
@@ -152,6 +159,39 @@ def _descriptors_in_loops(kernel: Any) -> Any:
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
 
     return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, rewrite, ["tirx.For"]))
+
+
+def _without_padding(kernel: Any, used: dict[int, int]) -> Any:
+    """Makes products leave out padding of the head dim, which is 0 in all tiles.
+
+    A product over the head dim (both operands with the head dim in rows' direction, from shared memory) takes fewer
+    steps of 16 columns. One whose columns are the head dim (the first operand from registers) has fewer columns: the
+    registers of the others keep their zeros. TileLang would do this for slices of the tiles, but choose other layouts
+    for them: swizzles of 32 bytes, for which TMA copies 16 columns at a time.
+    """
+
+    def shorten(loop: Any) -> Any:
+        steps = {width // STEP: columns // STEP for width, columns in used.items()}
+        call = loop.body.value if isinstance(loop.body, tirx.Evaluate) else None
+        if call is None or not _is_call(call, "ptx_wgmma_ss") or not (bool(call.args[1]) and bool(call.args[2])):
+            return None
+        extent = steps.get(int(loop.extent))
+        if extent is None:
+            return None
+        return tirx.For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
+
+    def narrow(stmt: Any) -> Any:
+        if not _is_call(stmt, "ptx_wgmma_rs"):
+            return None
+        call = stmt.value
+        shapes = {f"m64n{width}k{STEP}": f"m64n{columns}k{STEP}" for width, columns in used.items()}
+        shape = shapes.get(call.args[0].value)
+        if shape is None:
+            return None
+        return tirx.Evaluate(tirx.Call(call.dtype, call.op, [tirx.StringImm(shape), *call.args[1:]]))
+
+    body = stmt_functor.ir_transform(kernel.body, None, shorten, ["tirx.For"])
+    return kernel.with_body(stmt_functor.ir_transform(body, None, narrow, ["tirx.Evaluate"]))
 
 
 def _is_call(stmt: Any, name: str) -> bool:

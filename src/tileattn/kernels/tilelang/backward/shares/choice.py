@@ -10,7 +10,8 @@ from .....call.facts import CAUSAL, BackwardCall
 from .....variant.program import program
 from ..amd.config import AmdBackwardConfig
 from ..defaults import MainConfig, default, short_default
-from ..hopper.config import HopperBackwardConfig, HopperWideConfig, plainest
+from ..hopper.config import HopperBackwardConfig, HopperWideConfig
+from ..hopper.preferences import plainest
 from .side_by_side import kv_heads_side_by_side
 from .waves import Costs, Groups, best_shares, costs_of, predicted, visible_tiles
 
