@@ -58,8 +58,10 @@ SCORES: dict[str, Function] = {
     ),
     "rounding": lambda s, b, h, q, k: s + torch.floor(2 * s) + (2 * s).ceil() * 0.1 + s.trunc() + torch.sign(s) * 0.1,
     "conditions that count": lambda s, b, h, q, k: s + 0.5 * (q >= k) + (q > 3).int() + torch.ge(q, 2) * 1.0,
+    # With 2 * s exponents pass 8: Triton's interpreter, without fused multiply-add, rounds them twice as coarsely as
+    # PyTorch, and by the CPU's kernels was a little within or beyond the rule.
     "selections": lambda s, b, h, q, k: (
-        s.masked_fill(q < k - 3, -1.0).where(q > -20, 2 * s) + torch.zeros_like(s) + torch.full_like(s, 0.5)
+        s.masked_fill(q < k - 3, -1.0).where(q > -20, 1.25 * s) + torch.zeros_like(s) + torch.full_like(s, 0.5)
     ),
     "division by what varies": lambda s, b, h, q, k: s / (1.0 + 0.1 * (q - k).abs()) + 1.0 / (s.square() + 1),
     "a score of large slope": lambda s, b, h, q, k: 30 * torch.sigmoid(200 * s) + F.softplus(200 * s) * 0.1,
