@@ -235,7 +235,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.examples import test_serve_tiny
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
-    from tests.kernels.tilelang.backward import test_query_words_gpu
+    from tests.kernels.tilelang.backward import test_query_words_gpu, test_two_streams_gpu, test_unpadded_gpu
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
@@ -285,7 +285,8 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
             yield from map(torch.enable_grad(), test_query_words_gpu.calls())
-        yield from map(torch.enable_grad(), test_gpu_dropout.calls())
+        for of_backward in (test_gpu_dropout, test_unpadded_gpu, test_two_streams_gpu):
+            yield from map(torch.enable_grad(), of_backward.calls())
     with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
     yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
@@ -293,11 +294,13 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 
 def _listed_test_calls() -> Iterator[Attempt]:
-    """The calls of the tests of lists of tiles."""
+    """The calls of the tests of lists of tiles, blocks of a model among them."""
     from tests.kernels.tilelang import test_tile_lists_gpu
+    from tests.variant import test_blocks_gpu
 
-    with mock.patch.object(test_tile_lists_gpu, "DEVICE", "meta"):
-        yield from map(torch.enable_grad(), test_tile_lists_gpu.calls())
+    for module in (test_tile_lists_gpu, test_blocks_gpu):
+        with mock.patch.object(module, "DEVICE", "meta"):
+            yield from map(torch.enable_grad(), module.calls())
 
 
 def lists_attempts() -> Iterator[Attempt]:
@@ -468,7 +471,7 @@ def parallel(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list
 
 @app.command()
 def lists(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
-    """The kernels of tests/kernels/tilelang/test_tile_lists_gpu.py and of benchmarks/any_mask.py."""
+    """The kernels of test_tile_lists_gpu.py, test_blocks_gpu.py and benchmarks/any_mask.py."""
     sys.path.insert(0, str(ROOT))
     found = [job for job in jobs_of(lists_attempts(), _arch(arch)) if re.search(match, str(job))]
     raise typer.Exit(run(found, jobs, only_list))

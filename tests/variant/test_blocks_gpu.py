@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tileattn.variant.intervals.tiles import grid, numbers, tile_kinds, traced
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"
 SIZES = [(128, 128), (64, 32), (1, 16)]
+LONG = (1100, 1300)
 
 
 @pytest.fixture
@@ -31,14 +34,18 @@ def without_waiting() -> Iterator[None]:
 
 def drawn(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (seqlen_q, HEADS), (seqlen_k, KV_HEADS), (seqlen_k, KV_HEADS)
-    q, k, v = (torch.randn(2, *shape, 64, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    q, k, v = (torch.randn(2, *shape, 64, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
     return q, k, v
 
 
-@pytest.mark.parametrize("backend", ["tilelang", "triton"])
+# Short calls walk over ranges; TileLang's kernels take the tiles of long ones from lists.
+@pytest.mark.parametrize(
+    ("backend", "lengths"),
+    [(backend, lengths) for backend in ("tilelang", "triton") for lengths in ((300, 300), (100, 400), (400, 100))]
+    + [("tilelang", LONG)],
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("heads", [1, KV_HEADS, HEADS])
-@pytest.mark.parametrize("lengths", [(300, 300), (100, 400), (400, 100)])
 def test_both_passes(backend: str, size: tuple[int, int], heads: int, lengths: tuple[int, int]) -> None:
     q, k, v = (x.requires_grad_() for x in drawn(*lengths))
     blocks = random_blocks(7, size, *lengths, heads)
@@ -99,6 +106,21 @@ def test_numbers_out_of_range_are_told_later() -> None:
     with pytest.raises(ValueError, match=r"BlockSparse: blocks must hold numbers .* wrong at sequence 1"):
         tileattn.check_blocks()
     tileattn.check_blocks()
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need of TileLang, for benchmarks/precompile.py; with gradients."""
+
+    def attend(lengths: tuple[int, int], size: tuple[int, int], heads: int, **options: Any) -> Any:
+        q, k, v = (x.requires_grad_() for x in drawn(*lengths))
+        mask = BlockSparse(random_blocks(7, size, *lengths, heads).to(DEVICE), size)
+        o = tileattn.attention(q, k, v, mask=mask, backend="tilelang", **options)
+        return torch.autograd.grad(o, (q, k, v), torch.empty_like(o))
+
+    for size in SIZES:
+        for heads in (1, KV_HEADS, HEADS):
+            yield from (partial(attend, lengths, size, heads) for lengths in ((300, 300), LONG))
+    yield partial(attend, (256, 256), (64, 32), HEADS, causal=True)
 
 
 # --- The interval analysis ---

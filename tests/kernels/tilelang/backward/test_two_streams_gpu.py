@@ -7,7 +7,7 @@ it comes from a kernel of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -38,15 +38,16 @@ CASES = {
 
 
 class Pass:
-    """A call's inputs, and the gradient of its output."""
+    """A call's inputs, and the gradient of its output. On "meta" they have no values."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cuda") -> None:
         dims, self.heads, self.lengths, self.causal, self.deterministic = CASES[name]
         of_q, of_k = ((2, length, heads) for length, heads in zip(self.lengths, self.heads))
         shapes = ((*of_q, dims[0]), (*of_k, dims[0]), (*of_k, dims[1]), (*of_q, dims[1]))
-        *leaves, self.do = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        *leaves, self.do = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
         self.leaves = [x.requires_grad_() for x in leaves]
-        self.fill(0)
+        if device != "meta":
+            self.fill(0)
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -148,3 +149,9 @@ def test_two_threads(beside: mock.Mock) -> None:
         assert len(found) == 20
         for got in found:
             assert_equal(got, right)
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need, for benchmarks/precompile.py."""
+    for name in CASES:
+        yield Pass(name, "meta").run

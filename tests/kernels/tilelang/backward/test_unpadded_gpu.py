@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
 from tests.kernels.tilelang.backward.test_gpu import FP16, Case, Problem, _bias, _padded_bias, _softcap, check
@@ -31,3 +35,10 @@ CASES = {
 def test_gradients(name: str, deterministic: bool) -> None:
     problem = Problem(CASES[name])
     check(name, problem, problem.ours(deterministic=deterministic))
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need, for benchmarks/precompile.py."""
+    for case in CASES.values():
+        for deterministic in (False, True):
+            yield functools.partial(Problem(case).ours, deterministic=deterministic)
