@@ -105,3 +105,8 @@ def test_ranges_are_those_of_the_mask_and_of_the_blocks() -> None:
     known = tileattn.block_mask(mask, 1, 1, 128, 128, 32)
     zero = torch.tensor(0)
     assert [int(x) for x in known.kv_range(zero, zero, torch.tensor(32), torch.tensor(63), 128)] == [32, 64]
+
+
+def test_its_text_has_no_tensors() -> None:
+    mask = tileattn.block_mask(tileattn.SlidingWindow(5, 0), 1, 1, 4096, 4096, block_size=16)
+    assert repr(mask) == f"KnownBlocks({tileattn.SlidingWindow(5, 0)!r}, block_size=(16, 16))"

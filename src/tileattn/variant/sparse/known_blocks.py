@@ -37,6 +37,10 @@ class KnownBlocks(Mask):
     seqlen_q: int
     seqlen_k: int
 
+    def __repr__(self) -> str:
+        """Without the tensors, which may be long."""
+        return f"KnownBlocks({self.mask!r}, block_size={(self.kinds.block_q, self.kinds.block_k)})"
+
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         kind = self.kinds.allows(b, h, q, k)
         return (kind == Kind.WHOLE.value) | ((kind == Kind.MIXED.value) & self.mask.allows(b, h, q, k))
