@@ -11,8 +11,8 @@ captures them with the call, and a replay finds what the mask's tensors then hol
 The forward kernel's lines are in the order in which its queue hands rows out: the longest first, since a long row that
 begins last keeps one multiprocessor busy while the others are done.
 
-Memory: 4 bytes a tile, 8 to 12 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on the
-batch element or on the head has that for each of them.
+Memory: 4 bytes a tile, 8 or 12 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on
+the batch element or on the head has that for each of them.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def declare(
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
     kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed`` and
     ``pattern`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
-    one batch element; ``lists`` and ``list_steps`` are of :class:`TileLists` (hopper/sorted_lists.py). The sizes, read from the tensors' shapes,
-    come beside them.
+    one batch element; ``lists`` and ``list_steps`` are those of :class:`TileLists` (hopper/sorted_lists.py). The sizes,
+    read from the tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 

@@ -38,11 +38,11 @@ def pair_and_line(arg: Any, tile: Any, tiles: Any) -> tuple[Any, Any]:
     """
     pairs = arg.batch * arg.heads
     ahead = tile < arg.list_ahead * pairs
-    number = T.if_then_else(ahead, tile, tile - arg.list_ahead * pairs)
-    side = T.if_then_else(ahead, pairs, arg.side_by_side)
-    tasks = side * T.if_then_else(ahead, arg.list_ahead, tiles - arg.list_ahead)
-    pair = T.truncdiv(number, tasks) * side + T.truncmod(T.truncmod(number, tasks), side)
-    return pair, T.truncdiv(T.truncmod(number, tasks), side) + T.if_then_else(ahead, 0, arg.list_ahead)
+    rest, side = tile - arg.list_ahead * pairs, arg.side_by_side
+    tasks = side * (tiles - arg.list_ahead)
+    pair = T.truncdiv(rest, tasks) * side + T.truncmod(T.truncmod(rest, tasks), side)
+    line = T.truncdiv(T.truncmod(rest, tasks), side) + arg.list_ahead
+    return T.if_then_else(ahead, T.truncmod(tile, pairs), pair), T.if_then_else(ahead, T.truncdiv(tile, pairs), line)
 
 
 def row_of_line(arg: Any, line: Any) -> Any:
@@ -50,4 +50,3 @@ def row_of_line(arg: Any, line: Any) -> Any:
     # Without the tensor's size, as in tile/lists.py.
     rows = tirx.decl_buffer([T.int64(ANY_NUMBER)], "int32", "rows_of_lines", data=arg.list_rows.data)
     return rows[T.cast(T.cast(line, "uint32"), "int64")]
-

@@ -103,7 +103,6 @@ def write_message(plan, arg, w, turn, tile):
     if plan.listed:
         # At least one tile here as well: the first of the line, which is hidden then.
         first = T.alloc_var("int32", init=line_of(arg, b, h, number))
-        row = T.alloc_var("int32", init=row_of_line(arg, first) * plan.rows)
         seen = T.alloc_var("int32", init=length_of_line(arg, first))
         count = T.max(seen, 1)
     else:
@@ -120,7 +119,7 @@ def write_message(plan, arg, w, turn, tile):
         full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
-    w.message[turn % plan.messages, ROW] = row
+    w.message[turn % plan.messages, ROW] = row_of_line(arg, first) * plan.rows if plan.listed else row
     w.message[turn % plan.messages, FIRST_KEY] = first
     if plan.listed:
         w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
