@@ -5,7 +5,8 @@ scores in which it is the same, if it can see that. It does not reorder sums, so
 the warp's and the thread's terms, all 64 seem different. Here they are a register plus 34 constants, one for each
 diagonal. A remainder of `q - k` is taken 34 times then; terms of `q` or of `k` alone once for each row or column.
 
-Of :class:`Dilated` at head dim 128 a mixed tile takes 900 instructions a thread more than a whole one; 1440 before.
+Of `Dilated` at head dim 128 a mixed tile takes 771 instructions a thread more than a whole one, and 1440 before; of
+`Strided` 641 and 1532 (docs/design/intervals.md).
 """
 
 from __future__ import annotations
