@@ -40,8 +40,8 @@ def conditions(source: str) -> list[tuple[str, str]]:
 
 
 def in_python(condition: str) -> str:
-    condition = condition.replace("&&", " and ").replace("||", " or ").replace("(int)", "")
-    return re.sub(r"\b(q|k|distance)_\d+\b", r"\1", condition)
+    condition = condition.replace("&&", " and ").replace("||", " or ").replace("(int)", "").replace("(int64_t)", "")
+    return re.sub(r"\b(b|h|q|k|distance)_\d+\b", r"\1", condition)
 
 
 @pytest.mark.parametrize("name", MASKS)
