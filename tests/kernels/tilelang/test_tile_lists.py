@@ -95,6 +95,7 @@ CUTS = {
     "narrow": Cut(192, 80),
     "keys": Cut(64, 128, by_keys=True, masks_queries=True),
     "queries": Cut(128, 96, masks_queries=True),
+    "sorted": Cut(128, 128, longest_first=True),
 }
 
 
@@ -126,7 +127,7 @@ WALKS = [
     *(("square", cut) for cut in CUTS),
     *(("more-keys", cut) for cut in ("forward", "keys")),
     *(("more-queries", cut) for cut in ("keys", "queries")),
-    *(("one-query", cut) for cut in ("narrow", "keys")),
+    *(("one-query", cut) for cut in ("narrow", "keys", "sorted")),
 ]
 
 
@@ -139,7 +140,13 @@ def test_lists_beside_every_pair(name: str, sizes: str, cut: str) -> None:
         for h in range(size.heads):
             kinds = exact(seen(mask, size, b, h), tiles)
             first = b * lists.batch_step + h * lists.head_step
-            for line, of_line in enumerate(kinds):
+            rows_of_lines = range(len(kinds))
+            if tiles.longest_first:
+                assert lists.rows is not None
+                rows_of_lines = lists.rows[first : first + len(kinds)].tolist()
+                assert sorted(rows_of_lines) == list(range(len(kinds)))
+            for line, row in enumerate(rows_of_lines):
+                of_line = kinds[row]
                 mixed, visited = lists.counts[first + line].tolist()
                 listed = lists.tiles[first + line].tolist()
                 assert sorted(listed) == list(range(len(of_line)))
@@ -149,9 +156,28 @@ def test_lists_beside_every_pair(name: str, sizes: str, cut: str) -> None:
                 assert all(of_line[tile] == Kind.HIDDEN for tile in listed[visited:])
                 for tile in listed[mixed:visited]:
                     assert of_line[tile] == Kind.WHOLE
-                    rows, columns = (tile, line) if tiles.by_keys else (line, tile)
+                    rows, columns = (tile, row) if tiles.by_keys else (row, tile)
                     assert (columns + 1) * tiles.block_N <= size.seqlen_k
                     assert not tiles.masks_queries or (rows + 1) * tiles.block_M <= size.seqlen_q
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_sorted_lines_are_those_of_the_rows(name: str) -> None:
+    """The longest first, a mixed tile counted twice; equal ones from the last row to the first."""
+    size = SIZES["square"]
+    lists, usual = made(MASKS[name], size, CUTS["sorted"]), made(MASKS[name], size, CUTS["forward"])
+    assert lists.rows is not None
+    assert usual.rows is None
+    assert lists.rows.dtype == torch.int32
+    planes = len(lists.counts) // 10
+    rows = lists.rows.reshape(planes, 10)
+    lines = (rows.long() + 10 * torch.arange(planes)[:, None]).reshape(-1)
+    assert torch.equal(lists.counts, usual.counts[lines])
+    assert torch.equal(lists.tiles, usual.tiles[lines])
+    cost = lists.counts.sum(1).reshape(planes, 10)
+    for of_plane, numbers in zip(cost.tolist(), rows.tolist(), strict=True):
+        pairs = list(zip(of_plane, numbers, strict=True))
+        assert pairs == sorted(pairs, reverse=True)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("image", "by-batch", "by-both", "nothing")])
@@ -183,11 +209,16 @@ def test_a_plane_for_what_the_mask_depends_on(name: str, planes: tuple[int, int]
 
 def test_planes_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many planes bounds in 64 bits would take much memory at once."""
-    together = made(MASKS["by-both"], SIZES["square"], CUTS["keys"])
+    cuts = CUTS["keys"], CUTS["sorted"]
+    together = [made(MASKS["by-both"], SIZES["square"], cut) for cut in cuts]
     monkeypatch.setattr("tileattn.kernels.tilelang.tile_lists.MOST_AT_ONCE", 450)
-    apart = made(MASKS["by-both"], SIZES["square"], CUTS["keys"])
-    assert torch.equal(together.tiles, apart.tiles)
-    assert torch.equal(together.counts, apart.counts)
+    apart = [made(MASKS["by-both"], SIZES["square"], cut) for cut in cuts]
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.tiles, other.tiles)
+        assert torch.equal(one.counts, other.counts)
+    assert together[1].rows is not None
+    assert apart[1].rows is not None
+    assert torch.equal(together[1].rows, apart[1].rows)
 
 
 def test_hidden_tiles_lie_behind_the_counts() -> None:
@@ -204,6 +235,9 @@ def test_memory_of_a_long_plane() -> None:
     lists = made(Dilated(4095, dilation=4), Sizes(1, 1, 131072, 131072), Cut(128, 128))
     assert lists.tiles.nbytes == 4 * 1024 * 1024
     assert lists.counts.nbytes == 8 * 1024
+    ordered = made(Dilated(4095, dilation=4), Sizes(1, 1, 131072, 131072), CUTS["sorted"])
+    assert ordered.rows is not None
+    assert ordered.rows.nbytes == 4 * 1024
 
 
 # --- Which calls ---
@@ -363,6 +397,8 @@ def test_arguments() -> None:
     lists = found(MASKS["by-head"])
     assert arguments_of(lists) == ((lists.tiles, lists.counts), (0, 10))
     assert arguments_of(None) == ((), ())
+    ordered = made(MASKS["by-head"], SIZES["square"], CUTS["sorted"])
+    assert arguments_of(ordered) == ((ordered.tiles, ordered.counts, ordered.rows), (0, 10))
 
 
 # --- No value of a tensor comes to the host ---
@@ -405,7 +441,8 @@ def test_nothing_comes_to_the_host_or_from_it(name: str, cut: str) -> None:
         lists = make_lists(key, operands, SIZES["square"], CUTS[cut], torch.device("meta"))
     assert lists.tiles.shape == expected.tiles.shape
     assert lists.counts.shape == expected.counts.shape
-    assert lists[2:] == expected[2:]
+    assert lists[2:4] == expected[2:4]
+    assert (lists.rows is None) == (expected.rows is None)
 
 
 @pytest.mark.parametrize(

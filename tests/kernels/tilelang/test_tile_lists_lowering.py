@@ -59,6 +59,13 @@ def test_forward_reads_tiles_from_its_line() -> None:
     assert "tile_of_line" not in source
 
 
+def test_forward_reads_the_row_of_a_line() -> None:
+    source = forward_source(make_call(MASKS["dilated"], dim=64))
+    assert source.count("list_rows[") == 2  # of the first task and of the next ones
+    assert "list_sorted" not in source.split("{", 1)[1]
+    assert "list_rows" not in forward_source(make_call(MASKS["dilated"], dim=64), listed=False)
+
+
 def test_backward_reads_tiles_from_its_line() -> None:
     source = backward_source(backward_of(make_call(MASKS["dilated"], dim=64)))
     assert source.count("list_tiles[") == 4  # of Q, of dO, of dQ's sums, of the consumers

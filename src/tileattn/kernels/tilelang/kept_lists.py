@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.lists.tiles.nbytes + self.lists.counts.nbytes
+        return sum(tensor.nbytes for tensor in arguments_of(self.lists)[0])
 
 
 # The least recently used first. Each is used on one stream only, on which it was made: no other need wait for it, and
@@ -64,7 +64,10 @@ def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: t
 
 def arguments_of(lists: TileLists | None) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The tensors and the numbers that a kernel takes of them."""
-    return ((), ()) if lists is None else (lists[:2], lists[2:])
+    if lists is None:
+        return (), ()
+    tensors = (lists.tiles, lists.counts) if lists.rows is None else (lists.tiles, lists.counts, lists.rows)
+    return tensors, (lists.batch_step, lists.head_step)
 
 
 def forget_lists() -> None:

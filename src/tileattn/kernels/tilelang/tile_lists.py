@@ -8,8 +8,11 @@ ascending order, then the whole ones. (For dk and dv: for each column of tiles.)
 Only operations of PyTorch make them, of fixed shapes, and the host reads none of their results. So a CUDA graph
 captures them with the call, and a replay finds what the mask's tensors then hold.
 
-Memory: 4 bytes a tile, 8 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on the
-batch element or on the head has that for each of them.
+The forward kernel's lines are in the order in which its queue hands rows out: the longest first, since a long row that
+begins last keeps one multiprocessor busy while the others are done.
+
+Memory: 4 bytes a tile, 8 or 12 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on
+the batch element or on the head has that for each of them.
 """
 
 from __future__ import annotations
@@ -60,12 +63,14 @@ class Cut(NamedTuple):
         by_keys: whether there is a line for each tile of keys, which lists tiles of queries; else the other way round.
         masks_queries: whether a tile that ends beyond the last query counts as mixed. One that ends beyond the last key
             always does.
+        longest_first: whether the lines of a plane are sorted (:func:`longest_first`) rather than in the rows' order.
     """
 
     block_M: int
     block_N: int
     by_keys: bool = False
     masks_queries: bool = False
+    longest_first: bool = False
 
 
 class TileLists(NamedTuple):
@@ -80,12 +85,15 @@ class TileLists(NamedTuple):
             ascending order. Behind them are those of the hidden tiles.
         counts: int32 (lines, 2): how many tiles are mixed, and how many are mixed or whole.
         batch_step, head_step: see above.
+        rows: int32 (lines,), where lines are sorted: the row of tiles that each is of, from 0 in each plane. Else None,
+            and the i-th line is of the i-th row.
     """
 
     tiles: Tensor
     counts: Tensor
     batch_step: int
     head_step: int
+    rows: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,6 +178,7 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
     planes = batch * heads
     tiles = torch.empty(planes * lines, capacity, dtype=torch.int32, device=device)
     counts = torch.empty(planes * lines, 2, dtype=torch.int32, device=device)
+    order = torch.empty(planes * lines, dtype=torch.int32, device=device) if cut.longest_first else None
     at_once = max(MOST_AT_ONCE // (rows * columns), 1)
     for first in range(0, planes, at_once):
         plane = torch.arange(first, min(first + at_once, planes), device=device)[:, None, None]
@@ -179,8 +188,22 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
         kinds = _ends_masked(kinds.expand(len(plane), rows, columns), sizes, cut)
         kinds = kinds.transpose(1, 2).contiguous() if cut.by_keys else kinds
         part = slice(first * lines, (first + len(plane)) * lines)
+        if order is not None:
+            rows_of_lines = longest_first(kinds)
+            order[part] = rows_of_lines.reshape(-1)
+            kinds = kinds.gather(1, rows_of_lines[:, :, None].expand_as(kinds))
         fill_lists(kinds.reshape(-1, capacity), tiles[part], counts[part])
-    return TileLists(tiles, counts, heads * lines * by_batch, lines * by_head)
+    return TileLists(tiles, counts, heads * lines * by_batch, lines * by_head, order)
+
+
+def longest_first(kinds: Tensor) -> Tensor:
+    """The lines of each plane in the order in which blocks should take them; of kinds, int8 (planes, lines, capacity).
+
+    By the tiles that are visited, a mixed one counted twice: on an H200 the mask's expression made it take 1.5 times as
+    long as a whole one and more. Equal lines follow from the last to the first, as without lists.
+    """
+    cost = (kinds != Kind.HIDDEN).sum(2) + (kinds == Kind.MIXED).sum(2)
+    return kinds.shape[1] - 1 - cost.flip(1).sort(dim=1, descending=True, stable=True).indices
 
 
 def fill_lists(kinds: Tensor, tiles: Tensor, counts: Tensor) -> None:

@@ -32,6 +32,7 @@ ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one a
 USUAL_ROWS = 128  # of a tile of queries
 FEWEST_CAUSAL = 4  # heads under a causal mask, whatever the L2 cache holds
 FEWEST_KV_HEADS = 4  # the same of kv heads under other masks, whose rows see some of the keys only
+ROUNDS_AHEAD = 2  # of all multiprocessors, in which all heads of a listed call begin with their longest rows
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
@@ -106,7 +107,9 @@ def prepare_with(
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
     listed = isinstance(config, HopperConfig) and config.listed
-    cut, sizes = Cut(cluster * config.block_M, config.block_N), Sizes(batch, heads, seqlen_q, seqlen_k)
+    cut = Cut(cluster * config.block_M, config.block_N, longest_first=True)
+    sizes = Sizes(batch, heads, seqlen_q, seqlen_k)
+    ahead = (lines_ahead(batch * heads, -(-seqlen_q // cut.block_M)),) if listed else ()
     has_arguments = bool(
         listed or call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
     )
@@ -145,6 +148,7 @@ def prepare_with(
                 *tensors,
                 *scalars,
                 *steps,
+                *ahead,
                 *of_pattern,
                 *queue,
                 *operands.ints,
@@ -196,6 +200,16 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
         fewest = _heads_for_an_even_end(seqlen_q)
         return side if side >= fewest else min((d for d in allowed if d >= fewest), default=allowed[-1])
     return side
+
+
+def lines_ahead(pairs: int, lines: int) -> int:
+    """How many of each (batch, head) pair's lines of tiles, the longest, come before all others; at least 1.
+
+    Of heads that follow one another the last ones' long rows would begin late. So all heads begin with as many rows as
+    multiprocessors take two of each, after which no row is longer than what is left to do, unless one alone is longer
+    than a share of the call. More would read keys of too many heads at once for the L2 cache.
+    """
+    return min(-(-ROUNDS_AHEAD * MULTIPROCESSORS // pairs), lines)
 
 
 def _heads_for_an_even_end(seqlen_q: int) -> int:

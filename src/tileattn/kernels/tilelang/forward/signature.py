@@ -12,8 +12,8 @@ from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import Program
 from ..packed.work_list import WIDTH
-from ..tile.lists import NO_LISTS, declare_lists, declare_steps
 from ..tile.parameters import NO_PATTERN, SIZES, declare_pattern, operand
+from .hopper.sorted_lists import NO_SORTED_LISTS, declare_sorted_lists, declare_sorted_steps
 
 
 def declare(
@@ -25,8 +25,8 @@ def declare(
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
     kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed`` and
     ``pattern`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
-    one batch element; ``lists`` and ``list_steps`` are :class:`TileLists`. The sizes, read from the tensors' shapes,
-    come beside them.
+    one batch element; ``lists`` and ``list_steps`` are those of :class:`TileLists` (hopper/sorted_lists.py). The sizes,
+    read from the tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -57,12 +57,12 @@ def declare(
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
     work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32")) if call.packed else None
-    lists = declare_lists(builder.prim_func_arg) if listed else NO_LISTS
+    lists = declare_sorted_lists(builder.prim_func_arg) if listed else NO_SORTED_LISTS
     operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
     if listed:
-        lists = lists | declare_steps(scalar)
+        lists = lists | declare_sorted_steps(scalar)
     pattern = declare_pattern(scalar) if call.dropout else NO_PATTERN
     tickets, blocks = None, None
     if persistent:

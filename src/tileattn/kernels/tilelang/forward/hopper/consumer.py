@@ -7,9 +7,10 @@ from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP
 from ...tile.key_words import find_ranges, hide_by_ranges, hide_outside
-from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
+from ...tile.mask import Visibility, apply_score, keep_uniforms
 from ...tile.matrices import load_words, straight
 from ...tile.softmax import ROWS
+from .mixed_tiles import hide_scores
 from .tasks import (
     BATCH,
     COUNT,
@@ -212,7 +213,7 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
         elif plan.by_ranges:
             hide_by_ranges(w.acc_s, w.key_words, w.ranges, w.thread, visible, b, h, q_lo, k_lo)
         else:
-            apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
+            hide_scores(plan, w, visible, b, h, q_lo, k_lo)
     if bounded:
         softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
         softmax.add_own_half(w.acc_s, w.sums, 0)

@@ -28,7 +28,8 @@ One iteration of a consumer warpgroup, j being the tile of keys before; the tens
 Tiles of visible keys are taken from the last to the first. Tiles that need the mask come before all others, in a loop
 of their own, so that the main loop holds no mask.
 
-With lists of tiles (tile_lists.py) a message names a line, from which all warps read the number of each tile.
+With lists of tiles (tile_lists.py) a message names a line, from which all warps read the number of each tile. Lines are
+sorted, so that long rows of tiles begin first (sorted_lists.py).
 
 With ``cluster`` = 2, two blocks on neighbouring multiprocessors take neighbouring tiles of queries and share the keys:
 the *leader*'s producer draws the tiles, sends the message to the *follower* too, and loads K and V into the shared

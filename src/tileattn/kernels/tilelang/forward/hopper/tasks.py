@@ -10,6 +10,7 @@ from ...tile.expressions import Emitter
 from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import Visibility
 from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
+from .sorted_lists import pair_and_line, row_of_line
 
 # A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
 # and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
@@ -85,19 +86,23 @@ def write_message(plan, arg, w, turn, tile):
         w.message[turn % plan.messages, K_LEN] = k_len
         of = SimpleNamespace(seqlen_q=q_len, seqlen_k=k_len)
     else:
-        side = arg.side_by_side
         tiles = T.ceildiv(arg.seqlen_q, plan.rows)
-        # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache together,
-        # begin with their last query tiles, which a causal mask makes longest.
-        pair = T.alloc_var(
-            "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
-        )
-        row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * plan.rows)
+        if plan.listed:
+            of_pair = pair_and_line(arg, tile, tiles)
+            pair, number = T.alloc_var("int32", init=of_pair[0]), T.alloc_var("int32", init=of_pair[1])
+        else:
+            side = arg.side_by_side
+            # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache
+            # together, begin with their last query tiles, which a causal mask makes longest.
+            pair = T.alloc_var(
+                "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
+            )
+            row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * plan.rows)
         b = T.alloc_var("int32", init=T.truncmod(pair, arg.batch) if plan.batch_first else T.truncdiv(pair, arg.heads))
         h = T.alloc_var("int32", init=T.truncdiv(pair, arg.batch) if plan.batch_first else T.truncmod(pair, arg.heads))
     if plan.listed:
         # At least one tile here as well: the first of the line, which is hidden then.
-        first = T.alloc_var("int32", init=line_of(arg, b, h, T.truncdiv(row, plan.rows)))
+        first = T.alloc_var("int32", init=line_of(arg, b, h, number))
         seen = T.alloc_var("int32", init=length_of_line(arg, first))
         count = T.max(seen, 1)
     else:
@@ -114,7 +119,7 @@ def write_message(plan, arg, w, turn, tile):
         full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
-    w.message[turn % plan.messages, ROW] = row
+    w.message[turn % plan.messages, ROW] = row_of_line(arg, first) * plan.rows if plan.listed else row
     w.message[turn % plan.messages, FIRST_KEY] = first
     if plan.listed:
         w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
