@@ -24,7 +24,7 @@ from tileattn import (
     SlidingWindow,
     Strided,
 )
-from tileattn.math import load
+from tileattn.variant.math import load
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 NAMES = (
