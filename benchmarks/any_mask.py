@@ -6,7 +6,7 @@
     python benchmarks/any_mask.py --json some.json --names dilated,loaded-ids --seqlens 16384 --head-dims 64
     python benchmarks/any_mask.py --json makes.json --only making        # how long masks take to make, at 128k
 
-Eight patterns (tileattn.bench.sparse_masks), batch 1, bfloat16, forward pass (with lse) and backward pass. Beside the
+Nine patterns (tileattn.bench.sparse_masks), batch 1, bfloat16, forward pass (with lse) and backward pass. Beside the
 times stand the tiles that our kernels visit and evaluate the mask in, FlexAttention's, which are the fewest of 128 by
 128, and the efficiency: TFLOPS on visited tiles as a share of the TFLOPS without a mask, at the same sizes.
 

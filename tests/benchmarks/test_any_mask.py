@@ -26,7 +26,7 @@ def test_both_forms_of_a_pattern_are_the_same_mask(name: str, seqlen: int) -> No
         assert torch.equal(*(torch.as_tensor(x).expand(seqlen, seqlen) for x in (ours, theirs)))
         assert theirs.any()
         assert not theirs.all()
-    assert of.by_head == (name in ("windows-by-head", "loaded-windows"))
+    assert of.by_head == (name in ("windows-by-head", "loaded-windows", "blocks"))
 
 
 @pytest.mark.parametrize("name", ["dilated", "windows-by-head"])

@@ -30,7 +30,15 @@ from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.choice import chosen
-from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import (
+    LONG,
+    Config,
+    default,
+    defaults,
+    for_skewed_lengths,
+    with_lists,
+)
 from tileattn.runtime import operators as ops
 from tileattn.testing import build_decode, conformance_cases, decode_cases, distinct_calls
 from tileattn.variant.program import program
@@ -169,8 +177,11 @@ def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def with_skewed(job: Job, seqlen: int) -> list[Config]:
+    """The default of a length, that of packed calls of skewed lengths, and that which takes its tiles from lists."""
     config = default(job.call, seqlen)
-    return [config, for_skewed_lengths(config)] if job.call.packed else [config]
+    if job.call.packed:
+        return [config, for_skewed_lengths(config)]
+    return [config, with_lists(config, job.call)] if isinstance(config, HopperConfig) else [config]
 
 
 def test_list_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

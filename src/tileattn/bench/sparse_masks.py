@@ -1,7 +1,8 @@
-"""Eight sparse masks that people write, for tests of the tiles that kernels visit and for benchmarks/any_mask.py.
+"""Nine sparse masks that people write, for tests of the tiles that kernels visit and for benchmarks/any_mask.py.
 
 Each is a mask of tileattn and the same as a `mask_mod` of FlexAttention, written as its documentation would. Numbers
-and tensors are operands of a kernel, so one kernel serves all lengths of a pattern.
+and tensors are operands of a kernel, so one kernel serves all lengths of a pattern. Of "blocks" the mask is that of a
+call, whose bounds of rows and columns are there already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tileattn import (
+    BlockSparse,
     Causal,
     Dilated,
     FunctionMask,
@@ -25,6 +27,7 @@ from tileattn import (
     Strided,
 )
 from tileattn.variant.math import load
+from tileattn.variant.sparse.blocks import CallSizes
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 NAMES = (
@@ -36,7 +39,9 @@ NAMES = (
     "windows-by-head",
     "loaded-windows",
     "loaded-ids",
+    "blocks",
 )
+BLOCK, SEEN = 128, 0.1  # of "blocks": rows and keys of a block, and how many are seen
 IMAGE = 256  # tokens of an image
 
 
@@ -144,6 +149,18 @@ def _loaded_ids(seqlen: int, heads: int, device: torch.device, seed: int) -> Pat
     return Pattern(FunctionMask(lambda b, h, q, k: load(ids, q) == load(ids, k)), mod)
 
 
+def _blocks(seqlen: int, heads: int, device: torch.device, seed: int) -> Pattern:
+    count = -(-seqlen // BLOCK)
+    blocks = torch.rand(1, heads, count, count, generator=torch.Generator().manual_seed(seed)) < SEEN
+    seen = blocks.to(device)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen[0, h, q // BLOCK, k // BLOCK]
+
+    mask = BlockSparse(seen, BLOCK).in_call(CallSizes(1, heads, heads, seqlen, seqlen, 0))
+    return Pattern(mask, mod, by_head=True)
+
+
 def _documents(seqlen: int, seed: int) -> tuple[Tensor, Tensor]:
     """Of each position its document, and its place in it; int64 (seqlen,). About eight documents, of odd lengths."""
     cuts = torch.rand(7, generator=torch.Generator().manual_seed(seed)).mul(seqlen).long().sort().values
@@ -162,4 +179,5 @@ _MAKERS = {
     "windows-by-head": _windows_by_head,
     "loaded-windows": _loaded_windows,
     "loaded-ids": _loaded_ids,
+    "blocks": _blocks,
 }
