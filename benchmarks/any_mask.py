@@ -336,7 +336,7 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows of --json, and measure the others.")] = False,
     rounds: Annotated[int, typer.Option(min=1)] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each implementation in each round.")] = 5,
-    processes: Annotated[int, typer.Option(min=1, help="That compile FlexAttention.")] = 12,
+    processes: Annotated[int, typer.Option(min=1, help="That compile FlexAttention; each has threads of its own.")] = 3,
     limit: Annotated[float, typer.Option(help="Seconds for compiling one case of FlexAttention.")] = 180.0,
     commit: Annotated[str | None, typer.Option(help="To record.", show_default=False)] = None,
     flex: Annotated[str, typer.Option(hidden=True)] = "",
