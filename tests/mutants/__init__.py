@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from . import (
+from .areas import (
     appending,
     backends,
     caches,

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.backward import test_hopper as narrow
-from tests.kernels.tilelang.backward import test_hopper_wide as wide
 from tests.kernels.tilelang.backward import test_lowering as generic
+from tests.kernels.tilelang.backward.hopper import test_hopper as narrow
+from tests.kernels.tilelang.backward.hopper import test_hopper_wide as wide
 from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of, generic_tile
 from tests.kernels.tilelang.tile import test_dropout_lowering as dropped
 from tests.tools.lowering import IDS, MAX_SPILLED, assemble, find_nvcc, make_call, numbers, on, source_and_shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 PASSES = ("compat/flash_attn/test_passes.py",)
 LAYERS = ("compat/transformers/test_context_parallel.py",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 TORCH = "kernels/torch/decode"
 IDENTITIES = ("api/test_decode_identities.py",)

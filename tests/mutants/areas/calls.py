@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 SUPPORT = ("runtime/test_dispatch.py::test_a_backend_runs_what_it_must_and_nothing_else",)
 CHOICE = ("runtime/test_dispatch.py::test_dispatch_chooses_the_first_that_must_run",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 TESTS = ("compat/engines/test_engines.py",)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 ROUTING = ("runtime/test_few_queries.py",)
 STEP = ("compat/transformers/test_step.py",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 FUNCTIONS = ("compat/flex_attention/test_functions.py",)
 BLOCKS = ("compat/flex_attention/test_block_masks.py",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 CASES = ("api/test_append.py::test_case", "api/test_append.py::test_rotation_is_rounded_once")
 WRONG = ("api/test_append.py::test_wrong_values_on_a_cpu",)

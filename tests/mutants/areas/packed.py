@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 PLAN = ("kernels/tilelang/packed/test_plan_kernel.py",)
 SEQUENCE_PLAN = "kernels/tilelang/packed/plan_kernel.py"

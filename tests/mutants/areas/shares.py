@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 SHARES = "kernels/tilelang/backward/shares"
-MODEL = ("kernels/tilelang/backward/test_shares.py",)
-CHOICE = ("kernels/tilelang/backward/test_shares_choice.py",)
-EMULATED = "kernels/tilelang/backward/test_shares_emulated.py"
+MODEL = ("kernels/tilelang/backward/shares/test_shares.py",)
+CHOICE = ("kernels/tilelang/backward/shares/test_shares_choice.py",)
+EMULATED = "kernels/tilelang/backward/shares/test_shares_emulated.py"
 BLOCKS = (f"{EMULATED}::test_each_head_has_one_block",)
 SUMS = (f"{EMULATED}::test_parts_are_added_up_in_float32",)
 
@@ -49,7 +49,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "kernels/tilelang/backward/hopper/preferences.py",
-        ("kernels/tilelang/backward/test_unpadded.py", "kernels/tilelang/backward/test_exchange.py"),
+        ("kernels/tilelang/backward/hopper/test_unpadded.py", "kernels/tilelang/backward/hopper/test_exchange.py"),
         {
             "hopper: padding is never left out": ("unpadded=bool(_used_columns(call))", "unpadded=False"),
             "hopper: 80 queries at head dim 112, causal": (" != {128: 112}:", " is not None:"),

@@ -5,7 +5,7 @@ The kernels of TileLang run on the CPU by tileattn.testing.emulate, those of Tri
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 LOOP = (
     "kernels/torch/test_backend.py::test_the_loop_is_right_where_the_fused_attention_would_run",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 NUMERICS = ("testing/test_tolerance_bounds.py", "testing/test_numerics.py")
 RULE = "testing/numerics.py"

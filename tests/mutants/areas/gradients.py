@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 TORCH = "kernels/torch/backward.py"
 LOOP = ("runtime/test_autograd.py::test_random_compositions", "runtime/test_autograd.py::test_gradcheck")
@@ -18,9 +18,9 @@ TILELANG = "kernels/tilelang/backward"
 EMULATED = ("kernels/tilelang/packed/test_backward_emulated.py::test_gradients",)
 PATTERN = ("kernels/tilelang/tile/test_dropout_emulated.py::test_both_passes",)
 WORDS = (
-    "kernels/tilelang/backward/test_query_words.py::test_one_range_of_queries_sees_a_key",
-    "kernels/tilelang/backward/test_query_words.py::test_keys_that_no_single_range_sees",
-    "kernels/tilelang/backward/test_query_words.py::test_what_is_told_by_expressions_alone",
+    "kernels/tilelang/backward/hopper/test_query_words.py::test_one_range_of_queries_sees_a_key",
+    "kernels/tilelang/backward/hopper/test_query_words.py::test_keys_that_no_single_range_sees",
+    "kernels/tilelang/backward/hopper/test_query_words.py::test_what_is_told_by_expressions_alone",
 )
 RULES = ("variant/test_derivative.py",)
 

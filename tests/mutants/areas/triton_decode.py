@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 DECODE = "kernels/triton/decode"
 FIXED = f"{DECODE}/test_fixed_split.py"

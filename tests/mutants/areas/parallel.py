@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 PLAN, CONFORMANCE = ("parallel/test_plan.py",), ("parallel/test_conformance.py",)
 GROUPS = ("parallel/test_groups.py",)

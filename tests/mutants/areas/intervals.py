@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, mutants
+from ..mutant import Mutant, mutants
 
 RULES = ("variant/intervals/test_soundness.py::test_every_tile",)
 SOUND = ("variant/intervals/test_soundness.py",)
@@ -208,7 +208,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "variant/sparse/known_blocks.py",
-        ("api/test_block_mask.py",),
+        ("variant/test_block_mask.py",),
         {
             "known blocks: a row behind the end": (
                 "torch.minimum(q.first[row, 0] + rows[:, None], q.last[row, 0])",

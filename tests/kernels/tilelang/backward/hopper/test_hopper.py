@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.backward.test_hopper_wide import without_tensors
+from tests.kernels.tilelang.backward.hopper.test_hopper_wide import without_tensors
 from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of
 from tests.tools.lowering import (
     BIAS,
