@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ from tileattn.kernels.tilelang.tile_lists import (
     pays,
     tensors_of,
 )
-from tileattn.math import load
+from tileattn.math import load, minimum
 from tileattn.variant.intervals.tiles import Kind
 from tileattn.variant.key import encode
 from tileattn.variant.sparse.blocks import CallSizes
@@ -178,6 +180,25 @@ def test_sorted_lines_are_those_of_the_rows(name: str) -> None:
     for of_plane, numbers in zip(cost.tolist(), rows.tolist(), strict=True):
         pairs = list(zip(of_plane, numbers, strict=True))
         assert pairs == sorted(pairs, reverse=True)
+
+
+@dataclass(frozen=True, eq=False)
+class SameBlock(Mask):
+    """Queries and keys of the same block of 128. Of tiles that begin within a block bounds of `q ^ k` tell little."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q ^ k) < 128
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Any:
+        return q_lo // 128 * 128, minimum((q_hi // 128 + 1) * 128, seqlen_k)
+
+
+def test_ranges_hide_what_an_expression_cannot_tell() -> None:
+    mask = SameBlock() & FunctionMask(lambda b, h, q, k: k % 2 == 0)
+    lists = made(mask, Sizes(1, 1, 1152, 1152), CUTS["narrow"])
+    blocks = [(row * 192 // 128, (row * 192 + 191) // 128) for row in range(6)]
+    keys = [(first * 128, last * 128 + 127) for first, last in blocks]
+    assert lists.counts[:, 1].tolist() == [last // 80 - first // 80 + 1 for first, last in keys]
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("image", "by-batch", "by-both", "nothing")])
@@ -371,6 +392,29 @@ def test_a_dead_tensor_is_not_taken_for_another() -> None:
         )
         assert torch.equal(lists.counts, least.counts)
         del table
+        gc.collect()
+
+
+def test_the_lists_of_a_dead_tensor_are_not_found() -> None:
+    """The id and the version of the new tensor are those of one that is gone."""
+    tables = [torch.tensor([limit], dtype=torch.int32) for limit in (100, 1000)]
+    masks = [FunctionMask(lambda b, h, q, k, table=table: (q - k < load(table, 0)) & (k <= q)) for table in tables]
+    first = found(masks[0])
+    (key, kept), *_ = kept_lists._kept.items()
+    other = (*key[:-1], (id(tables[1]),))  # type: ignore[index]
+    kept_lists._kept[other] = kept._replace(tensors=(weakref.ref(torch.tensor([0])),))
+    assert not torch.equal(found(masks[1]).counts, first.counts)
+
+
+def test_lists_of_tensors_that_are_gone_are_dropped() -> None:
+    kept = found(MASKS["dilated"])
+    for limit in range(3):
+        table = torch.tensor([limit], dtype=torch.int32)
+        found(FunctionMask(lambda b, h, q, k, table=table: q - k < load(table, 0)))
+        del table
+        gc.collect()
+        assert len(kept_lists._kept) == 2
+    assert found(MASKS["dilated"]).tiles is kept.tiles
 
 
 def test_tensors_of_inference_mode_are_read_in_every_call() -> None:

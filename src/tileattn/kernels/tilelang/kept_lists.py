@@ -82,6 +82,9 @@ def _are(references: tuple[weakref.ref[Tensor], ...], tensors: list[Tensor]) -> 
 
 def _keep(key: Hashable, kept: _Kept) -> None:
     with _lock:
+        # Lists of a tensor that is gone are never found again. `BlockSparse` has new tensors in each call.
+        for other in [key for key, each in _kept.items() if any(tensor() is None for tensor in each.tensors)]:
+            del _kept[other]
         _kept[key] = kept
         _kept.move_to_end(key)
         total = sum(each.bytes for each in _kept.values())
