@@ -246,12 +246,11 @@ def making(name: str, planes: int, repeats: int) -> dict[str, Any]:
     """Milliseconds and bytes of a mask at `LONGEST`: our lists, and FlexAttention's block mask made in two ways."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    heads = max(planes, 1)
-    of = pattern(name, LONGEST, heads, "cuda")
+    of = pattern(name, LONGEST, planes, "cuda")
     key, operands = encode(of.mask, ())
-    sizes, device = Sizes(1, heads, LONGEST, LONGEST), torch.device("cuda")
+    sizes, device = Sizes(1, planes, LONGEST, LONGEST), torch.device("cuda")
     make = functools.partial(
-        create_block_mask, of.mask_mod, None, heads if of.by_head else None, LONGEST, LONGEST, device="cuda"
+        create_block_mask, of.mask_mod, None, planes if of.by_head else None, LONGEST, LONGEST, device="cuda"
     )
     ways: dict[str, Callable[[], Any]] = {
         "tileattn": lambda: make_lists(key, operands, sizes, Cut(128, 128), device),

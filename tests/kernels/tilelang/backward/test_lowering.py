@@ -30,7 +30,9 @@ from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.backward import config
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
+from tileattn.kernels.tilelang.backward.defaults import default
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
+from tileattn.kernels.tilelang.backward.shares.choice import split
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.forward import library as forward_launch
 from tileattn.kernels.tilelang.forward.defaults import default as forward_default
@@ -38,6 +40,17 @@ from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)
+
+
+def assert_registers_suffice(call: BackwardCall, shares: int, folder: Path) -> None:
+    """Lowers the main kernel that a call gets with a number of shares; ptxas spills nothing and serialises nothing."""
+    source = device_source(main_kernel(call, split(call, default(call), shares)), "sm_90a")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("lowered, but not assembled: there is no nvcc (pip install 'tileattn[cuda]')")
+    report = assemble(nvcc, source, "sm_90a", folder)
+    assert not SERIALIZED.search(report), report
+    assert max(numbers(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)) == 0, report
 
 
 def backward_of(forward: AttentionCall, **facts: bool) -> BackwardCall:

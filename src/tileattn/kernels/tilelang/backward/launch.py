@@ -55,8 +55,7 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     if config is None and q_shape[1] <= SHORT:
         config = short_default(call)
     shares = chosen(call, config or default(call), q_shape, k_shape)
-    listed = with_lists(config or default(call), call, q_shape, k_shape)
-    return (listed if listed is not None else config), shares
+    return with_lists(config or default(call), call, q_shape, k_shape) or config, shares
 
 
 def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:

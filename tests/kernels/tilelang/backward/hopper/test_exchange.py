@@ -8,15 +8,13 @@ import pytest
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of
-from tests.tools.lowering import assemble, find_nvcc, make_call, numbers
+from tests.kernels.tilelang.backward.test_lowering import assert_registers_suffice, backward_of
+from tests.tools.lowering import make_call
 from tileattn import Causal, SoftCap
 from tileattn.call.facts import BackwardCall
 from tileattn.kernels.tilelang.backward.defaults import MainConfig, default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
-from tileattn.kernels.tilelang.backward.kernels import main_kernel
 from tileattn.kernels.tilelang.backward.shares.choice import split
-from tileattn.kernels.tilelang.build.compile import device_source
 
 CALLS = {
     "plain-64": backward_of(make_call(dim=64)),
@@ -65,11 +63,4 @@ def test_shares_keep_what_gained_beside_them(name: str) -> None:
 @pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_spilled_or_serialised(name: str, shares: int, tmp_path: Path) -> None:
-    call = CALLS[name]
-    source = device_source(main_kernel(call, split(call, default(call), shares)), "sm_90a")
-    nvcc = find_nvcc()
-    if nvcc is None:
-        pytest.skip("lowered, but not assembled: there is no nvcc (pip install 'tileattn[cuda]')")
-    report = assemble(nvcc, source, "sm_90a", tmp_path)
-    assert not SERIALIZED.search(report), report
-    assert max(numbers(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)) == 0, report
+    assert_registers_suffice(CALLS[name], shares, tmp_path)

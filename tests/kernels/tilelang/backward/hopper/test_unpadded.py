@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of
-from tests.tools.lowering import TILES, assemble, find_nvcc, make_call, numbers
+from tests.kernels.tilelang.backward.test_lowering import assert_registers_suffice, backward_of
+from tests.tools.lowering import TILES, make_call
 from tileattn import Bias, Causal, SlidingWindow
 from tileattn.kernels.tilelang.backward.defaults import default, short_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
@@ -124,11 +124,4 @@ def test_so_do_all_configurations_of_the_tuner() -> None:
 @pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize("name", ["plain-80", "plain-112", "causal-112"])
 def test_nothing_is_spilled_or_serialised(name: str, shares: int, tmp_path: Path) -> None:
-    call = CALLS[name]
-    source = device_source(main_kernel(call, split(call, default(call), shares)), "sm_90a")
-    nvcc = find_nvcc()
-    if nvcc is None:
-        pytest.skip("lowered, but not assembled: there is no nvcc (pip install 'tileattn[cuda]')")
-    report = assemble(nvcc, source, "sm_90a", tmp_path)
-    assert not SERIALIZED.search(report), report
-    assert max(numbers(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)) == 0, report
+    assert_registers_suffice(CALLS[name], shares, tmp_path)
