@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import tileattn
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, BlockSparse, Causal, Documents, Mask, SlidingWindow, SoftCap, Strided
 from tileattn.call.fp8 import FP8, quantize_fp8
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.runtime import operators as ops
@@ -214,6 +214,10 @@ def _mask(terms: Sequence[str], seqlen_k: int, device: str) -> Mask | None:
         return Documents((torch.arange(seqlen_k) // 70).to(torch.int32).to(device)) & Causal()
     if "window" in terms:
         return SlidingWindow(40, 3)
+    if "strided" in terms:
+        return Strided(stride=7, local=5)
+    if "blocks" in terms:
+        return BlockSparse(torch.eye(8, -(-seqlen_k // 64), dtype=torch.bool, device=device)[None, None], 64)
     return Causal() if "causal" in terms else None
 
 
@@ -239,6 +243,7 @@ FORWARD = (
     ),
     *(Case(FP8, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window+softcap")),
     Case(BF16, 128, 128, "documents"),
+    *(Case(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("strided", "blocks")),  # by lists of tiles
     Case(BF16, 192, 128, "causal"),
     Case(FP16, 96, 96, "causal"),
     *(PackedCase(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window", "sink")),
@@ -257,7 +262,10 @@ BACKWARD = (
     *(BackwardCase(BF16, dim, dim, kind) for dim in (64, 128) for kind in _NARROW),
     BackwardCase(BF16, 64, 64, "causal+sharedbias+dbias+deterministic"),
     BackwardCase(BF16, 128, 128, "causal+alibi+dalibi+softcap"),
+    *(BackwardCase(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("strided", "strided+deterministic")),
+    *(BackwardCase(BF16, dim, dim, kind) for dim in (80, 112) for kind in ("full", "causal")),  # padding left out
     BackwardCase(FP16, 96, 96, "causal"),
+    BackwardCase(BF16, 96, 96, "documents"),
     *(BackwardCase(BF16, 256, 256, kind) for kind in _WIDE),
     *(
         BackwardCase(BF16, *dims, kind)
