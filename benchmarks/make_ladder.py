@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileattn.bench import results
-from tileattn.bench.climb import Climbed, climbed
-from tileattn.bench.plot_ladder import steps_of
+from tileattn.bench.ladder.climb import Climbed, climbed
+from tileattn.bench.ladder.plot import steps_of
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, NAME, RUNGS

@@ -40,12 +40,13 @@ from tileattn import (
     Strided,
     viz,
 )
-from tileattn.bench import plot_ladder, plot_memory
+from tileattn.bench import plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
 from tileattn.bench.decode import results as decode_results
 from tileattn.bench.draws import plot as plot_draws
 from tileattn.bench.draws import standing as draw_standing
+from tileattn.bench.ladder import plot as plot_ladder
 from tileattn.bench.modules import plot as modules_plot
 from tileattn.bench.parallel import plot as parallel_plot
 from tileattn.bench.parallel import results as parallel_results

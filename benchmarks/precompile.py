@@ -325,7 +325,7 @@ def parallel_attempts() -> Iterator[Attempt]:
     What TileLang refuses runs by kernels that are compiled in the tests.
     """
     from tests.parallel.two_gpus import ranks_two_gpus, test_two_gpus
-    from tests.tools.one_rank import playing
+    from tests.tools.ranks.one import playing
 
     def asking(attempt: Attempt, rank: int) -> None:
         with (

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from tests.tools import ROOT
 from tileattn.bench import results
 from tileattn.bench.cases import square
-from tileattn.bench.climb import Step, climbed, steps
-from tileattn.bench.plot_ladder import steps_of
+from tileattn.bench.ladder.climb import Step, climbed, steps
+from tileattn.bench.ladder.plot import steps_of
 from tileattn.bench.results import Results, Row
 from tileattn.cli import ladder
 from tileattn.cli.app import app
@@ -113,7 +113,7 @@ def test_the_table_has_values_times_and_gains(climb: Results) -> None:
 
 def test_the_picture_has_a_line_for_each_option_and_others_beside(climb: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from tileattn.bench import plot_ladder
+    from tileattn.bench.ladder import plot as plot_ladder
 
     options = ["1 stage, padded", "1 stage, swizzle", "2 stages, padded", "2 stages, swizzle"]
     figure = plot_ladder.draw(climb)

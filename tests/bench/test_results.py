@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tools.made_up import made_up
-from tileattn.bench import plot, plot_ladder, plot_memory, results
+from tileattn.bench import plot, plot_memory, results
 from tileattn.bench.baselines.base import OWN
+from tileattn.bench.ladder import plot as plot_ladder
 from tileattn.bench.results import Results
 from tileattn.cli.app import app
 from tileattn.cli.choices import LADDER, MEMORY

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.tools import ROOT
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn.parallel import Topology
 from tileattn.parallel.prediction.rates import FIGURES
 from tileattn.parallel.prediction.topology import MEASURED

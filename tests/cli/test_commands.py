@@ -16,10 +16,11 @@ from matplotlib import figure
 from typer.testing import CliRunner
 
 from tests.tools import ROOT
-from tileattn.bench import plot_ladder, problem, warmup
+from tileattn.bench import problem, warmup
 from tileattn.bench.baselines import own
 from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
+from tileattn.bench.ladder import plot as plot_ladder
 from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.call.inputs import Inputs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.rank_processes import on_ranks, once
+from tests.tools.ranks.processes import on_ranks, once
 from tileattn.runtime import context_parallel as region
 from tileattn.testing import (
     assert_accurate,

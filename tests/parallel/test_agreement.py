@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.ranks_agreement import slow_rank, stays_usable, wrong_at
-from tests.tools.ranks import Ended, Pool, pool, returned
+from tests.tools.ranks.pools import Ended, Pool, pool, returned
 
 RANKS, WRONG = 4, 2
 SECONDS = 10.0

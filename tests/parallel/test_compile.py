@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.parallel import ranks_compile
-from tests.tools.ranks import Raised, pool, returned
+from tests.tools.ranks.pools import Raised, pool, returned
 
 slow = pytest.mark.slow  # Dynamo is imported on each rank
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.ranks_conformance import attend
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn.testing import (
     ConformanceCase,
     assert_forward_accurate,

@@ -10,7 +10,7 @@ import torch
 
 from tests.parallel.ranks_plan import documents
 from tests.parallel.test_conformance import check
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn import Causal, SlidingWindow
 from tileattn.parallel.sharding.documents import documents_layout
 from tileattn.parallel.sharding.layout import Layout

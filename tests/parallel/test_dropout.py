@@ -9,7 +9,7 @@ import torch
 
 import tileattn
 from tests.parallel import ranks_dropout
-from tests.tools.ranks import Raised, pool, returned
+from tests.tools.ranks.pools import Raised, pool, returned
 from tileattn.testing import assert_accurate
 
 WAYS: list[dict[str, Any]] = [

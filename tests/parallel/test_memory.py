@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.one_rank import playing
 from tests.tools.peak_memory import PeakMemory
+from tests.tools.ranks.one import playing
 from tileattn.call.inputs import Inputs
 from tileattn.parallel import Plan
 from tileattn.parallel.transport import link

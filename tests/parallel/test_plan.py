@@ -9,7 +9,7 @@ import torch
 
 import tileattn
 from tests.parallel import ranks_plan
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn.parallel.transport.link import Link
 from tileattn.parallel.transport.transfer import Transfer
 from tileattn.testing import assert_accurate, poisoned_memory

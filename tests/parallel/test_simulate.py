@@ -14,7 +14,7 @@ import pytest
 import tileattn
 from tests.parallel.ranks_plan import traffic
 from tests.parallel.test_documents import log_normal
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn.parallel import Topology, simulate
 from tileattn.parallel.prediction.cost import Choice, Model, Shape, candidates, choose
 from tileattn.parallel.prediction.topology import FORMAT, MEASURED

@@ -8,7 +8,7 @@ import pytest
 
 import tileattn
 from tests.parallel.ranks_plan import traffic
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 
 ROW = 2 * 2 * 8 * 4  # bytes of k and v of one token: 2 heads of 8 floats each
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.rank_processes import on_ranks, once
+from tests.tools.ranks.processes import on_ranks, once
 from tileattn.testing import assert_accurate
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.sharding import dims_of

@@ -14,7 +14,7 @@ The modules, in reading order:
     compare       speed relative to each baseline, and to the best of each case
     cost          the time of a mask or modification beyond that of its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
-    climb         the steps of the mma ladder and the gain of each; plot_ladder draws them
+    ladder        the steps of the mma ladder, the gain of each, and their picture
     parallel      several GPUs: the suite that torchrun starts
     warmup        the kernels that a run compiles before it measures
 

@@ -1,6 +1,6 @@
 """`tileattn ladder`: measures the rungs of `backend="mma"`, the gain of each, and FlashAttention-2 for comparison.
 
-The ladder's steps and their gains are in :mod:`tileattn.bench.climb`.
+The ladder's steps and their gains are in :mod:`tileattn.bench.ladder.climb`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 from tileattn.bench import problem, report, results
 from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
-from tileattn.bench.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
+from tileattn.bench.ladder.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
@@ -95,7 +95,7 @@ def _write(measured: Results, json: Path | None, plot: Path | None) -> None:
     if plot is not None and not measured.rows:
         typer.echo("no picture: nothing was measured", err=True)
     elif plot is not None:
-        from tileattn.bench import plot_ladder
+        from tileattn.bench.ladder import plot as plot_ladder
 
         with command.writing("--plot", plot):
             plot_ladder.save(measured, plot)

@@ -226,9 +226,10 @@ def draw(measured: Any, picture: Path, asked: bool, option: str) -> None:
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
-    from tileattn.bench import plot, plot_ladder, plot_memory
+    from tileattn.bench import plot, plot_memory
     from tileattn.bench.draws import plot as plot_draws
     from tileattn.bench.draws.shapes import SUITE
+    from tileattn.bench.ladder import plot as plot_ladder
     from tileattn.bench.modules import plot as plot_modules
     from tileattn.bench.parallel import plot as plot_parallel
     from tileattn.bench.parallel import results as parallel

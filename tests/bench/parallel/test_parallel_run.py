@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.parallel import ranks_bench
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tileattn.bench.parallel.results import load
 
 

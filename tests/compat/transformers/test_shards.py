@@ -12,7 +12,7 @@ pytest.importorskip("torch.distributed", reason="needs torch.distributed")
 import torch.distributed as dist
 
 import tileattn.compat.transformers as adapter
-from tests.tools.ranks import pool, returned
+from tests.tools.ranks.pools import pool, returned
 from tests.tools.transformers.models import CPU, MODELS, WINDOW, with_attention
 from tileattn.parallel import Plan
 

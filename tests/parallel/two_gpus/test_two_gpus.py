@@ -16,7 +16,7 @@ from tests.parallel.ranks_conformance import attend, plan_of
 from tests.parallel.ranks_plan import documents
 from tests.parallel.test_conformance import WAYS, check
 from tests.parallel.test_documents import LENGTHS, VARIANTS, packed_case
-from tests.tools.two_gpus import MARKS, on_both
+from tests.tools.ranks.two_gpus import MARKS, on_both
 from tileattn.testing import ConformanceCase, conformance_cases
 
 pytestmark = MARKS

@@ -13,8 +13,8 @@ import pytest
 
 from tests.parallel.ranks_agreement import stays_usable, wrong_at
 from tests.parallel.test_agreement import REFUSED, SECONDS
-from tests.tools.ranks import Ended, Pool
-from tests.tools.two_gpus import LIMIT, MARKS, on_both
+from tests.tools.ranks.pools import Ended, Pool
+from tests.tools.ranks.two_gpus import LIMIT, MARKS, on_both
 
 pytestmark = MARKS
 WRONG = 1

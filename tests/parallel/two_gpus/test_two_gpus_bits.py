@@ -9,7 +9,7 @@ import torch
 
 import tileattn
 from tests.parallel.two_gpus.ranks_two_gpus import bits, repeated
-from tests.tools.two_gpus import MARKS, on_both
+from tests.tools.ranks.two_gpus import MARKS, on_both
 
 pytestmark = MARKS
 SEQLEN = 3001  # of runs that begin anywhere

@@ -8,7 +8,7 @@ import pytest
 
 from tests.parallel.two_gpus.ranks_two_gpus import in_a_graph, on_another_stream, peak, under_pressure
 from tests.parallel.two_gpus.test_two_gpus_bits import OPTIONS, name_of
-from tests.tools.two_gpus import MARKS, on_both
+from tests.tools.ranks.two_gpus import MARKS, on_both
 
 pytestmark = MARKS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import ROOT
-from tests.tools.two_gpus import MARKS
+from tests.tools.ranks.two_gpus import MARKS
 
 pytestmark = MARKS
 HEADS, HEAD_DIM, SEQLEN, BATCH = 2, 16, 33, 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools.ranks import Pool, pool, returned
+from tests.tools.ranks.pools import Pool, pool, returned
 
 LIMIT = 150.0  # seconds; a kernel may have to be compiled
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]

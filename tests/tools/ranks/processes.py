@@ -1,4 +1,4 @@
-"""Functions of tests on several ranks: new processes for each, with a limit of time. ranks.py has some that stay."""
+"""Functions of tests on several ranks: new processes for each, with a limit of time. pools.py has some that stay."""
 
 from __future__ import annotations
 

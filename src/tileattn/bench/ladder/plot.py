@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tileattn.bench.climb import Climbed, Step, climbed
+from tileattn.bench.ladder.climb import Climbed, Step, climbed
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, legend_columns, literal, style
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.backend import Choice, parse

@@ -1,0 +1,1 @@
+"""Functions and processes of tests on several ranks."""
