@@ -26,7 +26,8 @@ from .hopper.config import HopperBackwardConfig, leaving
 from .library import Kernels, add_shares, backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
 from .shares.choice import chosen, split
-from .shares.side_by_side import heads_side_by_side, kv_heads_side_by_side
+from .shares.order import heads_together
+from .shares.side_by_side import heads_side_by_side
 from .space import backward_space as space_with
 from .space import tuned_config
 from .two_streams import launch_beside, runs_beside
@@ -207,7 +208,7 @@ def _scalars(
     of_main: tuple[float, ...] = (scale, q_shape[2] // kv_heads)
     of_queries = of_main
     if not isinstance(config, BackwardConfig):
-        of_main += (kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads),)
+        of_main += (heads_together(call, config, q_shape, k_shape, shares),)
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (heads_side_by_side(call, q_shape, k_shape),)
     return of_main, of_queries

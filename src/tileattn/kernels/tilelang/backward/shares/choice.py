@@ -13,12 +13,15 @@ from ..defaults import MainConfig, default, short_default
 from ..hopper.config import HopperBackwardConfig, HopperWideConfig
 from ..hopper.preferences import plainest
 from .side_by_side import kv_heads_side_by_side
-from .waves import Costs, Groups, best_shares, costs_of, predicted, visible_tiles
+from .waves import WORTHWHILE, Costs, Groups, best_shares, costs_of, predicted, visible_tiles
 
 # Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
 # the products (C7512). And the queries that the kernel takes instead.
 CROWDED, UNCROWDED = 80, 64
 LARGEST = 2**31 - 1  # elements of dk or dv that add.py can number
+# Windows, documents and the like say only in the call how many queries see a key. So many are reckoned with, and a
+# split must be predicted to save more than where they are known.
+SEEN, UNSURE = 1024, 0.96
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
 
 
@@ -56,13 +59,20 @@ def workspace_bytes(call: BackwardCall, k_shape: torch.Size, shares: int) -> int
 
 
 def may_split(call: BackwardCall, config: MainConfig) -> bool:
-    """Whether groups of heads are split for some sizes: where the model knows the tiles of queries that a block visits.
+    """Whether groups of heads are split for some sizes: where the model knows, or guesses, the tiles of a block.
 
-    That is in dense calls, full or causal, of the Hopper schedule, without score modifications and dropout.
+    That is in dense calls of the Hopper schedule without score modifications and dropout: full, causal, and under masks
+    that are hidden by bits (preferences.py), such as windows and documents.
     """
     forward = call.forward
-    known = forward.variant in ("", CAUSAL) and not forward.packed and not forward.dropout
-    return known and isinstance(config, HopperBackwardConfig)
+    if forward.packed or forward.dropout or not isinstance(config, HopperBackwardConfig) or config.listed:
+        return False
+    return is_known(call) or config.mask_words
+
+
+def is_known(call: BackwardCall) -> bool:
+    """Whether sizes alone tell the tiles of queries that see a tile of keys."""
+    return call.forward.variant in ("", CAUSAL)
 
 
 def configurations(call: BackwardCall) -> tuple[MainConfig | None, ...]:
@@ -83,14 +93,15 @@ def chosen(
     """
     if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config):
         return 1
-    slots = _multiprocessors() if slots is None else slots
-    whole_groups, whole_costs = _work(call, config, q_shape, k_shape, slots)
+    slots = multiprocessors() if slots is None else slots
+    whole_groups, whole_costs = work(call, config, q_shape, k_shape, slots)
     whole = predicted(whole_groups, 1, slots, whole_costs)
-    groups, costs = _work(call, split(call, config, 2), q_shape, k_shape, slots)
-    return best_shares(groups, slots, most_shares(call, q_shape, k_shape), costs, whole)
+    groups, costs = work(call, split(call, config, 2), q_shape, k_shape, slots)
+    worthwhile = WORTHWHILE if is_known(call) else UNSURE
+    return best_shares(groups, slots, most_shares(call, q_shape, k_shape), costs, whole, worthwhile)
 
 
-def _work(
+def work(
     call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int
 ) -> tuple[Groups, Costs]:
     """What the model is given of a main kernel."""
@@ -99,13 +110,15 @@ def _work(
     def side_by_side(shares: int) -> int:
         return kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads)
 
+    seqlen_q = q_shape[1] if is_known(call) else min(q_shape[1], SEEN)
     causal = forward.variant == CAUSAL
-    tiles = visible_tiles(q_shape[1], k_shape[1], config.block_M, config.block_N, causal)
+    tiles = visible_tiles(seqlen_q, k_shape[1], config.block_M, config.block_N, causal)
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
-    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, causal)
+    masked = forward.variant != ""
+    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     """Of the current device, if the call's kernels are compiled for it."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return MULTIPROCESSORS

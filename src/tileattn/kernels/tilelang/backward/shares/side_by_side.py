@@ -35,13 +35,17 @@ def kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, seqlen_k: int
     the L2 cache. From 32k keys on one head has tiles for all blocks, and longer queries than the cache holds: with four
     at once 128k tokens took 1.39 times as long, 64k 1.04 times (16/4 and 32/8 heads, D128, an H100).
     """
-    _, seqlen_q, heads, head_dim = q_shape
     if program(call.forward.variant).allows is None:
         return 1
     fewest = MIN_SIDE_BY_SIDE if seqlen_k < LONG else 1
-    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
-    fitting = max(L2_BYTES // (row_bytes * seqlen_q * max(heads // kv_heads, 1)), fewest)
+    fitting = max(L2_BYTES // bytes_beside(call, q_shape, kv_heads), fewest)
     return max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+
+
+def bytes_beside(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+    """Bytes that the blocks of one kv head, or of a share of its group, read and add to: of q, do and dq's sums."""
+    _, seqlen_q, heads, head_dim = q_shape
+    return (2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim) * seqlen_q * max(heads // kv_heads, 1)
 
 
 def _together(call: BackwardCall, q_shape: torch.Size) -> int:

@@ -85,7 +85,7 @@ class Groups:
     side_by_side: Callable[[int], int] = lambda shares: 1
 
 
-def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: int, causal: bool) -> Costs:
+def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: int, masked: bool) -> Costs:
     """The costs of a call's kernels in seconds, from the speeds above."""
     walk, crowding = ACROSS_LINES.get(head_dim, (WALK, CROWDING))
     flops = 2 * block_M * block_N * (3 * head_dim + 2 * head_dim_v)
@@ -100,7 +100,7 @@ def costs_of(block_M: int, block_N: int, head_dim: int, head_dim_v: int, slots: 
         add=4 * elements / BANDWIDTH,
         store=2 * elements / BANDWIDTH,
         walk=walk,
-        crowding=crowding if causal and not narrow else 0.0,
+        crowding=crowding if masked and not narrow else 0.0,
     )
 
 
@@ -119,7 +119,9 @@ def heads_of_share(group: int, shares: int, share: int) -> int:
     return group // shares + (share < group % shares)
 
 
-def best_shares(groups: Groups, slots: int, most: int, costs: Costs, whole: float | None = None) -> int:
+def best_shares(
+    groups: Groups, slots: int, most: int, costs: Costs, whole: float | None = None, worthwhile: float = WORTHWHILE
+) -> int:
     """The number of shares of a group that is predicted to be fastest; 1 where a split does not save enough.
 
     Args:
@@ -127,11 +129,12 @@ def best_shares(groups: Groups, slots: int, most: int, costs: Costs, whole: floa
         slots: blocks that run at a time.
         most: shares whose workspace is allowed.
         whole: the predicted time without shares, if that kernel has other tiles.
+        worthwhile: the part of that time that a split must stay below.
     """
     if len(groups.tiles) * groups.batch * groups.kv_heads > MANY_WAVES * slots:
         return 1
     whole = predicted(groups, 1, slots, costs) if whole is None else whole
-    best, least = 1, WORTHWHILE * whole
+    best, least = 1, worthwhile * whole
     for shares in range(2, min(groups.group, most) + 1):
         time = predicted(groups, shares, slots, costs)
         if time < least:
@@ -141,7 +144,7 @@ def best_shares(groups: Groups, slots: int, most: int, costs: Costs, whole: floa
 
 def predicted(groups: Groups, shares: int, slots: int, costs: Costs) -> float:
     """The time of the main kernel and of the kernel that adds up the shares."""
-    time = finish_time(_blocks(groups, shares, costs), slots)
+    time = run_time(groups, shares, slots, costs)
     if shares == 1:
         return time
     key_tiles = len(groups.tiles) * groups.batch * groups.kv_heads
@@ -158,6 +161,11 @@ def _blocks(groups: Groups, shares: int, costs: Costs) -> Iterator[float]:
         for tiles in groups.tiles:
             for heads in pairs[first : first + side]:
                 yield start + costs.of_walk(heads, tiles)
+
+
+def run_time(groups: Groups, shares: int, slots: int, costs: Costs) -> float:
+    """The time of the main kernel alone."""
+    return finish_time(_blocks(groups, shares, costs), slots)
 
 
 def finish_time(blocks: Iterable[float], slots: int) -> float:
