@@ -14,8 +14,8 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/tile_lists.py",
         LISTS,
         {
-            "lists: whole tiles first": ("of_whole + counts[:, :1], of_hidden", "of_whole, of_hidden"),
-            "lists: mixed tiles are not visited": ("of_mixed[:, -1] + of_whole[:, -1]", "of_whole[:, -1]"),
+            "lists: whole tiles first": ("rank = (kinds + 2) % 3", "rank = (kinds + 1) % 3"),
+            "lists: mixed tiles are not visited": ("(kinds != Kind.HIDDEN).sum(1)", "(kinds == Kind.WHOLE).sum(1)"),
             "lists: heads share a plane": ("lines * by_head, order)", "0, order)"),
             "lists: the last keys need no mask": (
                 "(2, sizes.seqlen_k % cut.block_N)",

@@ -40,8 +40,8 @@ from ...variant.reading import evaluate
 
 # Below so many tiles of 128 by 128 a call is over before its lists would be made.
 FEWEST_TILES, USUAL_TILE = 64, 128
-# So many tiles are analysed together: a bound of each takes 8 bytes, and an expression has some ten at a time.
-MOST_AT_ONCE = 2**18
+# Planes are analysed together up to so many tiles, so that bounds in 64 bits take some 100 MB at most.
+MOST_AT_ONCE = 2**21
 LEAST_BLOCK = 16  # positions, whose matrix then has a 16th of a tile's scores at most
 
 
@@ -184,10 +184,8 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
         plane = torch.arange(first, min(first + at_once, planes), device=device)[:, None, None]
         b = _numbers(plane // heads, batch) if by_batch else 0
         h = _numbers(plane % heads, heads) if by_head else 0
-        strips = [_kinds(traced, values, sizes.seqlen_k, strip, k, b, h) for strip in _strips(q, len(plane) * columns)]
-        kinds = torch.cat([strip.expand(len(plane), -1, columns) for strip in strips], dim=1)
-        del strips
-        _mask_ends(kinds, sizes, cut)
+        kinds = _kinds(traced, values, sizes.seqlen_k, q, k, b, h)
+        kinds = _ends_masked(kinds.expand(len(plane), rows, columns), sizes, cut)
         kinds = kinds.transpose(1, 2).contiguous() if cut.by_keys else kinds
         part = slice(first * lines, (first + len(plane)) * lines)
         if order is not None:
@@ -196,12 +194,6 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
             kinds = kinds.gather(1, rows_of_lines[:, :, None].expand_as(kinds))
         fill_lists(kinds.reshape(-1, capacity), tiles[part], counts[part])
     return TileLists(tiles, counts, heads * lines * by_batch, lines * by_head, order)
-
-
-def _strips(q: Ends, tiles_in_a_row: int) -> list[Ends]:
-    """The rows of tiles, as many together as are analysed together."""
-    at_once = max(MOST_AT_ONCE // tiles_in_a_row, 1)
-    return [Ends(*ends, q.span, q.width) for ends in zip(q.first.split(at_once), q.last.split(at_once))]
 
 
 def longest_first(kinds: Tensor) -> Tensor:
@@ -216,24 +208,10 @@ def longest_first(kinds: Tensor) -> Tensor:
 
 def fill_lists(kinds: Tensor, tiles: Tensor, counts: Tensor) -> None:
     """Writes lists and counts (:class:`TileLists`) of kinds, int8 (lines, capacity)."""
-    at_once = max(MOST_AT_ONCE // kinds.shape[1], 1)
-    for part in zip(*(each.split(at_once) for each in (kinds, tiles, counts))):
-        _fill(*part)
-
-
-def _fill(kinds: Tensor, tiles: Tensor, counts: Tensor) -> None:
-    """A tile's place is the number of those of its kind before it, behind all of the kinds that come first.
-
-    Sorting by kind takes longer, and more memory.
-    """
-    mixed, whole = kinds == Kind.MIXED, kinds == Kind.WHOLE
-    number = torch.arange(kinds.shape[1], dtype=torch.int32, device=kinds.device)
-    of_mixed, of_whole = (kind.cumsum(1, dtype=torch.int32) for kind in (mixed, whole))
-    counts[:, 0] = of_mixed[:, -1]
-    counts[:, 1] = of_mixed[:, -1] + of_whole[:, -1]
-    of_hidden = number + 1 - of_mixed - of_whole
-    place = torch.where(mixed, of_mixed, torch.where(whole, of_whole + counts[:, :1], of_hidden + counts[:, 1:])) - 1
-    tiles.scatter_(1, place.long(), number.expand_as(place))
+    rank = (kinds + 2) % 3  # mixed 0, whole 1, hidden 2
+    tiles.copy_(rank.sort(dim=1, stable=True).indices)
+    counts[:, 0] = (kinds == Kind.MIXED).sum(1)
+    counts[:, 1] = (kinds != Kind.HIDDEN).sum(1)
 
 
 def _depends(traced: Program, name: str) -> bool:
@@ -262,9 +240,12 @@ def _kinds(
     return kinds.to(torch.int8)
 
 
-def _mask_ends(kinds: Tensor, sizes: Sizes, cut: Cut) -> None:
-    """Makes whole tiles that end beyond the last key, or query, mixed: kernels mask them."""
+def _ends_masked(kinds: Tensor, sizes: Sizes, cut: Cut) -> Tensor:
+    """The kinds, where whole tiles that end beyond the last key, or query, are mixed: kernels mask them."""
     beyond = [(2, sizes.seqlen_k % cut.block_N), (1, cut.masks_queries and sizes.seqlen_q % cut.block_M)]
-    for dim, rest in beyond:
-        if rest:
-            kinds.select(dim, -1).clamp_(max=Kind.MIXED)
+    dims = [dim for dim, rest in beyond if rest]
+    if dims:
+        kinds = kinds.clone()
+    for dim in dims:
+        kinds.select(dim, -1).clamp_(max=Kind.MIXED)
+    return kinds
