@@ -7,6 +7,7 @@ from ..mutant import Mutant, mutants
 SHARES = "kernels/tilelang/backward/shares"
 MODEL = ("kernels/tilelang/backward/shares/test_shares.py",)
 CHOICE = ("kernels/tilelang/backward/shares/test_shares_choice.py",)
+ORDER = ("kernels/tilelang/backward/shares/test_order.py",)
 EMULATED = "kernels/tilelang/backward/shares/test_shares_emulated.py"
 BLOCKS = (f"{EMULATED}::test_each_head_has_one_block",)
 SUMS = (f"{EMULATED}::test_parts_are_added_up_in_float32",)
@@ -75,7 +76,7 @@ MUTANTS: list[Mutant] = [
                 "time",
             ),
             "shares: one part is written whatever their number": ("shares * costs.add", "costs.add"),
-            "shares: any gain is worth it": ("1, WORTHWHILE * whole", "1, 1e9 * whole"),
+            "shares: any gain is worth it": ("1, worthwhile * whole", "1, 1e9 * whole"),
             "shares: more than the workspace allows": (
                 "range(2, min(groups.group, most) + 1)",
                 "range(2, groups.group)",
@@ -91,7 +92,7 @@ MUTANTS: list[Mutant] = [
             "shares: a tile's time on all slots together": ("flops * slots / (", "flops / ("),
             "shares: whole groups in tiles of shares": ("if whole is None else whole", "if whole else 0.0"),
             "shares: long walks cost no more": ("* (1 + self.crowding * max(heads - self.walk, 0))", ""),
-            "shares: blocks drift apart without a mask": ("crowding if causal and not narrow else 0.0", "crowding"),
+            "shares: blocks drift apart without a mask": ("crowding if masked and not narrow else 0.0", "crowding"),
             "shares: a block waits for the slot that is free last": ("free[0] + time", "max(free) + time"),
         },
     ),
@@ -103,8 +104,14 @@ MUTANTS: list[Mutant] = [
                 "// (of_keys * (forward.head_dim + forward.head_dim_v))",
                 "// (of_keys * forward.head_dim)",
             ),
-            "shares: packed calls as dense ones": (" and not forward.packed and not forward.dropout", ""),
-            "shares: whatever the variant": ('forward.variant in ("", CAUSAL) and not', "not"),
+            "shares: packed calls as dense ones": ("if forward.packed or forward.dropout or not", "if not"),
+            "shares: whatever the variant": ("return is_known(call) or config.mask_words", "return True"),
+            "shares: only where all tiles are known": (
+                "return is_known(call) or config.mask_words",
+                "return is_known(call)",
+            ),
+            "shares: any gain is worth it under a window": ("else UNSURE", "else WORTHWHILE"),
+            "shares: a window as long as the sequence": ("else min(q_shape[1], SEEN)", "else q_shape[1]"),
             "shares: 80 queries under a mask": (
                 "config.block_M == CROWDED and masked",
                 "config.block_M == CROWDED > 80",
@@ -115,6 +122,19 @@ MUTANTS: list[Mutant] = [
                 "else 4 * shares * k_shape[0]",
                 "else 4 * (shares - 1) * k_shape[0]",
             ),
+        },
+    ),
+    *mutants(
+        f"{SHARES}/order.py",
+        ORDER,
+        {
+            "order: the cache alone": ("return best if others and", "return for_cache if others and"),
+            "order: heads side by side cost nothing": ("OF_HEAD * max(side - FREE, 0) + OF_CACHE", "0.0 + OF_CACHE"),
+            "order: caches cost nothing": (" + OF_CACHE * max(side * caches - 1, 0)", ""),
+            "order: kernels without dq pay for them too": ("(1 + crowding * adds_dq(call))", "(1 + crowding)"),
+            "order: any gain is worth it": ("<= WORTHWHILE * usual", "<= usual"),
+            "order: packed calls too": (" or call.forward.packed or not", " or not"),
+            "order: however many blocks": ("if len(groups.tiles) * heads > MANY_WAVES * slots:", "if False:"),
         },
     ),
     *mutants(

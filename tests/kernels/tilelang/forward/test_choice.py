@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools.lowering import make_call
-from tileattn import Causal, Mask, SlidingWindow
+from tileattn import Causal, Documents, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang.forward import choice, launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
@@ -99,6 +99,23 @@ def test_windows_of_wide_heads_hide_scores_by_bits(dim: int, words: bool) -> Non
     assert isinstance(window, HopperConfig)
     assert window.mask_words == words
     assert packed == replace(window, mask_words=False)
+
+
+@pytest.mark.parametrize("also", [None, Causal()], ids=["documents", "causal"])
+def test_long_documents_take_wide_tiles_at_head_dim_64(also: Mask | None) -> None:
+    """As measured on an H200: 13.7k tokens run faster in them, 3.5k in short documents do not."""
+    documents = Documents(torch.zeros(9, dtype=torch.int32))
+    call = make_call(documents if also is None else documents & also, dim=64)
+    short, long = default(call, 8192), default(call, 8193)
+    assert isinstance(short, HopperConfig)
+    assert isinstance(long, HopperConfig)
+    assert (short.block_M, long.block_M) == (128, 192)
+    assert short.mask_words
+    assert long.mask_words
+    assert default(replace(call, packed=True), 8193) == default(replace(call, packed=True), 8192)
+    assert default(replace(call, head_dim=96, head_dim_v=96), 8193) == default(
+        replace(call, head_dim=96, head_dim_v=96), 8192
+    )
 
 
 def test_what_may_be_chosen_is_compiled_ahead() -> None:

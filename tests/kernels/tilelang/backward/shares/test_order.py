@@ -9,6 +9,7 @@ from tileattn import Causal, SlidingWindow
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default
+from tileattn.kernels.tilelang.backward.shares import order
 from tileattn.kernels.tilelang.backward.shares.choice import chosen, split
 from tileattn.kernels.tilelang.backward.shares.order import heads_together
 from tileattn.kernels.tilelang.backward.shares.side_by_side import kv_heads_side_by_side
@@ -56,11 +57,28 @@ def test_heads_follow_the_cache_unless_the_end_costs_more(
     assert together(call_of(*dims, Causal()), batch, seqlens, heads, kv_heads) == (by_cache, side)
 
 
-def test_long_heads_and_many_blocks_stay_in_the_order_of_the_cache() -> None:
-    causal = call_of(128, 128, Causal())
-    for batch, seqlen, heads in ((1, 131072, 4), (4, 8192, 32)):
-        by_cache, side = together(causal, batch, (seqlen, seqlen), heads, heads)
-        assert by_cache == side
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads", "kv_heads", "by_cache", "side"),
+    [
+        (2, 3000, 28, 7, 4, 7),  # 14 would end as early, but share less of what they read
+        (4, 6000, 16, 4, 4, 4),  # 8 would save less than 3 %
+    ],
+)
+def test_more_heads_must_be_worth_it(
+    batch: int, seqlen: int, heads: int, kv_heads: int, by_cache: int, side: int
+) -> None:
+    """By the model alone."""
+    assert together(call_of(128, 128, Causal()), batch, (seqlen, seqlen), heads, kv_heads) == (by_cache, side)
+
+
+def test_long_heads_stay_in_the_order_of_the_cache() -> None:
+    assert together(call_of(128, 128, Causal()), 1, (131072, 131072), 4, 4) == (1, 1)
+
+
+def test_of_many_blocks_nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the host longer than it could save."""
+    monkeypatch.setattr(order, "run_time", None)
+    assert together(call_of(128, 128, Causal()), 4, (8192, 8192), 32, 32) == (4, 4)
 
 
 def test_other_masks_and_schedules_do_too() -> None:
