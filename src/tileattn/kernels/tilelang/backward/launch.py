@@ -55,8 +55,8 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     config = tuned_config(call, sizes_of(q_shape, k_shape))
     if config is None and q_shape[1] <= SHORT:
         config = short_default(call)
-    shares = chosen(call, config or default(call), q_shape, k_shape)
-    return with_lists(config or default(call), call, q_shape, k_shape) or config, shares
+    listed = with_lists(config or default(call), call, q_shape, k_shape)
+    return listed or config, chosen(call, listed or config or default(call), q_shape, k_shape)
 
 
 def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:
@@ -81,7 +81,7 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
     call = _specialised(call, scale)
 
     def shares(config: MainConfig) -> int:
-        return chosen(call, config, q_shape, k_shape)
+        return chosen(call, launched(config), q_shape, k_shape)
 
     def launched(config: MainConfig) -> MainConfig:
         return with_lists(config, call, q_shape, k_shape) or config

@@ -148,6 +148,17 @@ def test_the_tiles_of_split_kernels() -> None:
     assert configurations(call_of(256, SlidingWindow(5, 0))) == (None,)
 
 
+def test_lists_of_tiles_are_walked_by_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the mask: the two have not run together."""
+    call, sizes = call_of(128, SlidingWindow(100, 0)), shapes(1, 27164, 32, 2, 128)
+    assert launch.configured(call, *sizes) == (None, 4)
+    monkeypatch.setattr(launch, "with_lists", lambda config, *_: dataclasses.replace(config, listed=True))
+    config, shares = launch.configured(call, *sizes)
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.listed
+    assert shares == 1
+
+
 def test_more_shares_than_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="shares is 8, and a group has 7 heads: it must be at most that"):
         launch.prepare_backward_with(None, call_of(), *shapes(1, 100, 28, 4, 64), 1.0, 8)
