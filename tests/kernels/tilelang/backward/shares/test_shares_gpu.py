@@ -8,11 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
-from tileattn import Causal, attention, varlen_attention
+from tileattn import Causal, Documents, SlidingWindow, attention, varlen_attention
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.call.inputs import Inputs, Operands
+from tileattn.kernels.tilelang.backward import launch
 from tileattn.kernels.tilelang.backward.launch import prepare_backward_with
 from tileattn.testing import assert_accurate, eager_attention, oracle_attention
+from tileattn.tuner.state import forget_prepared
 from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +76,30 @@ def test_dense(heads: int, kv_heads: int, shares: int, dim: int, causal: bool, d
     for index, name in enumerate("qkv"):
         oracle = expected[index].double()
         assert_accurate(f"d{name}", got[index], oracle, [run[index] for run in eager], gradient=True)
+
+
+@pytest.mark.parametrize("shares", [2, 3])
+@pytest.mark.parametrize("dim", [64, 112, 128])
+@pytest.mark.parametrize("name", ["window", "documents", "causal documents"])
+def test_masks_that_are_hidden_by_bits(name: str, dim: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the public function, as a longer call would be launched."""
+    monkeypatch.setattr(launch, "chosen", lambda *_: shares)
+    forget_prepared()
+    *leaves, do = _drawn(1025, 14, 2, dim)
+    leaves = [x.requires_grad_() for x in leaves]
+    documents = Documents(torch.arange(1025, dtype=torch.int32, device="cuda") // 170)
+    mask = {"window": SlidingWindow(200, 0), "documents": documents, "causal documents": documents & Causal()}[name]
+    o = attention(*leaves, mask=mask, backend="tilelang")
+    got, again = (torch.autograd.grad(o, leaves, do, retain_graph=True) for _ in range(2))
+    forget_prepared()
+    assert torch.equal(got[1], again[1])
+    assert torch.equal(got[2], again[2])
+    expected = torch.autograd.grad((oracle_attention(*leaves, mask)[0] * do.double()).sum(), leaves)
+    runs = eager_attention(*leaves, mask)[0]
+    eager = [torch.autograd.grad((run.float() * do.float()).sum(), leaves, retain_graph=True) for run in runs]
+    for index, letter in enumerate("qkv"):
+        oracle = expected[index].double()
+        assert_accurate(f"d{letter}", got[index], oracle, [run[index] for run in eager], gradient=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
