@@ -468,7 +468,9 @@ def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("variant", "split"), [("causal", (64, True)), ("full", (80, True)), ("window3", None)])
+@pytest.mark.parametrize(
+    ("variant", "split"), [("causal", (64, True)), ("full", (80, True)), ("window3", (64, True)), ("prefix2", None)]
+)
 def test_warmup_has_the_backward_kernels_for_all_sizes(variant: str, split: tuple[int, bool] | None) -> None:
     (call,) = warmup.backward_calls([(128, 128)], [variant], ["bf16"], "sm_90a")
     jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]

@@ -14,8 +14,8 @@ from tests import fresh_process
 from tileattn import _is_command
 from tileattn.cli.group import Commands
 
-# Of the processor, which other processes do not change. With torch it is four times as much.
-MOST_SECONDS = 0.5
+# Of the processor, which other processes do not change. It is 0.25 to 0.6 by the machine; with torch four times as much.
+MOST_SECONDS = 1.0
 
 
 # All help pages in one process, so that the test pays for Python's start once; and what a page takes by itself is asked
@@ -39,7 +39,7 @@ print(json.dumps({"seconds": seconds, "slow": sorted(slow)}))
 """
 
 
-def test_help_needs_no_torch_and_half_a_second() -> None:
+def test_help_needs_no_torch_and_a_second_at_most() -> None:
     pages = ["bench", "", "info", "memory", "ladder", "plot", "warmup", "tune", "demo", "viz"]
     pages += [f"viz {name}" for name in ("tiles", "weights", "softmax", "plan", "lengths", "dashboard")]
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(pages)], capture_output=True, text=True)
