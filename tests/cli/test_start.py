@@ -14,7 +14,7 @@ from tests import fresh_process
 from tileattn import _is_command
 from tileattn.cli.group import Commands
 
-# Of the processor, which other processes do not change. It is 0.25 to 0.6 by the machine; with torch four times as much.
+# Of the processor, which other processes do not change: 0.25 to 0.6 by the machine, and with torch four times as much.
 MOST_SECONDS = 1.0
 
 
