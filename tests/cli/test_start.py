@@ -14,12 +14,9 @@ from tests import fresh_process
 from tileattn import _is_command
 from tileattn.cli.group import Commands
 
-# Of the processor, which other processes do not change: 0.25 to 0.6 by the machine, and with torch four times as much.
-MOST_SECONDS = 1.0
-
-
 # All help pages in one process, so that the test pays for Python's start once; and what a page takes by itself is asked
-# of `bench`, the longest. `runpy` is what `python -m` does; sys.argv and orig_argv are then those of the command.
+# of `bench`, the longest. Time is the processor's, which other processes do not change. `runpy` is what `python -m`
+# does; sys.argv and orig_argv are then those of the command.
 HELP = """
 import json, runpy, sys, time
 pages, texts = json.loads(sys.argv[1]), []
@@ -35,11 +32,14 @@ for page in pages:
     if page == "bench":
         seconds = time.process_time()
 slow = {"torch", "numpy", "tilelang", "triton", "matplotlib", "transformers"} & set(sys.modules)
-print(json.dumps({"seconds": seconds, "slow": sorted(slow)}))
+began = time.process_time()
+import torch
+print(json.dumps({"seconds": seconds, "torch": time.process_time() - began, "slow": sorted(slow)}))
 """
 
 
-def test_help_needs_no_torch_and_a_second_at_most() -> None:
+def test_help_needs_no_torch_and_less_than_half_of_its_time() -> None:
+    """On a fast machine that is half a second; a quarter of torch's time was measured."""
     pages = ["bench", "", "info", "memory", "ladder", "plot", "warmup", "tune", "demo", "viz"]
     pages += [f"viz {name}" for name in ("tiles", "weights", "softmax", "plan", "lengths", "dashboard")]
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(pages)], capture_output=True, text=True)
@@ -47,7 +47,7 @@ def test_help_needs_no_torch_and_a_second_at_most() -> None:
     measured = json.loads(done.stdout.splitlines()[-1])
     assert done.stdout.count("Usage: ") == len(pages)
     assert measured["slow"] == []
-    assert measured["seconds"] < MOST_SECONDS
+    assert measured["seconds"] < measured["torch"] / 2
 
 
 def test_python_m_is_seen_as_the_command() -> None:

@@ -128,11 +128,11 @@ MUTANTS: list[Mutant] = [
         f"{SHARES}/order.py",
         ORDER,
         {
-            "order: the cache alone": ("return best if others and", "return for_cache if others and"),
+            "order: the cache alone": ("return best if times", "return for_cache if times"),
             "order: heads side by side cost nothing": ("OF_HEAD * max(side - FREE, 0) + OF_CACHE", "0.0 + OF_CACHE"),
             "order: caches cost nothing": (" + OF_CACHE * max(side * caches - 1, 0)", ""),
             "order: kernels without dq pay for them too": ("(1 + crowding * adds_dq(call))", "(1 + crowding)"),
-            "order: any gain is worth it": ("<= WORTHWHILE * usual", "<= usual"),
+            "order: any gain is worth it": ("<= WORTHWHILE * times", "<= times"),
             "order: packed calls too": (" or call.forward.packed or not", " or not"),
             "order: however many blocks": ("if len(groups.tiles) * heads > MANY_WAVES * slots:", "if False:"),
         },

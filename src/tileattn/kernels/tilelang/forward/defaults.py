@@ -87,7 +87,7 @@ def _is_short(call: AttentionCall, seqlen: int) -> bool:
     narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 64
     if narrow and is_window(call):
         return seqlen <= SHORT_WINDOW
-    if narrow and is_documents(call) and not call.packed:
+    if narrow and is_documents(call):
         return seqlen <= SHORT_DOCUMENTS
     if narrow and program(call.variant).allows is not None:
         return seqlen <= 2 * SHORT or not call.variant.startswith(CAUSAL)

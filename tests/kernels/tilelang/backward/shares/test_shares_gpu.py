@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("tilelang")
 
-from tileattn import Causal, Documents, SlidingWindow, attention, varlen_attention
+from tileattn import Causal, Documents, Mask, SlidingWindow, attention, varlen_attention
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import launch
@@ -52,6 +54,16 @@ def _backward(
     return list(first)
 
 
+def _assert_gradients(got: Sequence[Tensor], leaves: list[Tensor], do: Tensor, mask: Mask | None) -> None:
+    """dq, dk and dv beside those of the oracle and of eager attention."""
+    expected = torch.autograd.grad((oracle_attention(*leaves, mask)[0] * do.double()).sum(), leaves)
+    runs = eager_attention(*leaves, mask)[0]
+    eager = [torch.autograd.grad((run.float() * do.float()).sum(), leaves, retain_graph=True) for run in runs]
+    for index, name in enumerate("qkv"):
+        oracle = expected[index].double()
+        assert_accurate(f"d{name}", got[index], oracle, [run[index] for run in eager], gradient=True)
+
+
 def _drawn(total: int, heads: int, kv_heads: int, dim: int) -> list[Tensor]:
     torch.manual_seed(0)
     return [
@@ -70,12 +82,7 @@ def test_dense(heads: int, kv_heads: int, shares: int, dim: int, causal: bool, d
     *leaves, do = tensors
     leaves = [x.requires_grad_() for x in leaves]
     mask = Causal() if causal else None
-    expected = torch.autograd.grad((oracle_attention(*leaves, mask)[0] * do.double()).sum(), leaves)
-    runs = eager_attention(*leaves, mask)[0]
-    eager = [torch.autograd.grad((run.float() * do.float()).sum(), leaves, retain_graph=True) for run in runs]
-    for index, name in enumerate("qkv"):
-        oracle = expected[index].double()
-        assert_accurate(f"d{name}", got[index], oracle, [run[index] for run in eager], gradient=True)
+    _assert_gradients(got, leaves, do, mask)
 
 
 @pytest.mark.parametrize("shares", [2, 3])
@@ -94,12 +101,7 @@ def test_masks_that_are_hidden_by_bits(name: str, dim: int, shares: int, monkeyp
     forget_prepared()
     assert torch.equal(got[1], again[1])
     assert torch.equal(got[2], again[2])
-    expected = torch.autograd.grad((oracle_attention(*leaves, mask)[0] * do.double()).sum(), leaves)
-    runs = eager_attention(*leaves, mask)[0]
-    eager = [torch.autograd.grad((run.float() * do.float()).sum(), leaves, retain_graph=True) for run in runs]
-    for index, letter in enumerate("qkv"):
-        oracle = expected[index].double()
-        assert_accurate(f"d{letter}", got[index], oracle, [run[index] for run in eager], gradient=True)
+    _assert_gradients(got, leaves, do, mask)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -13,7 +13,7 @@ import torch
 
 from .....call.facts import CAUSAL, BackwardCall
 from ...host import L2_BYTES, divisors
-from ..defaults import adds_dq
+from ..defaults import MainConfig, adds_dq
 from ..hopper.config import HopperBackwardConfig
 from .choice import multiprocessors, work
 from .side_by_side import bytes_beside, kv_heads_side_by_side
@@ -27,7 +27,12 @@ WORTHWHILE = 0.97  # another order must be predicted to save something
 
 
 def heads_together(
-    call: BackwardCall, config: object, q_shape: torch.Size, k_shape: torch.Size, shares: int, slots: int | None = None
+    call: BackwardCall,
+    config: MainConfig,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    shares: int,
+    slots: int | None = None,
 ) -> int:
     """The number of kv heads, or of shares of their groups, whose tiles start side by side.
 
@@ -52,7 +57,7 @@ def heads_together(
         crowding = OF_HEAD * max(side - FREE, 0) + OF_CACHE * max(side * caches - 1, 0)
         return run_time(ordered, shares, slots, costs) * (1 + crowding * adds_dq(call))
 
-    usual = time(for_cache)
-    others = {side: time(side) for side in divisors(heads) if for_cache < side <= MOST_CACHES / caches}
-    best = min(others, key=lambda side: others[side], default=for_cache)
-    return best if others and others[best] <= WORTHWHILE * usual else for_cache
+    more = [side for side in divisors(heads) if for_cache < side <= MOST_CACHES / caches]
+    times = {side: time(side) for side in (for_cache, *more)}
+    best = min(times, key=lambda side: times[side])
+    return best if times[best] <= WORTHWHILE * times[for_cache] else for_cache

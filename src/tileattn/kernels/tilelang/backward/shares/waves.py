@@ -25,9 +25,10 @@ NARROW = 64
 WHOLE_START, SPLIT_START = 1, 2  # tiles' time before and after a block's loop: K and V come, dk and dv (or parts) go
 BANDWIDTH = 1.45e12  # bytes per second that the kernel for the sums reads and writes
 LAUNCH_SECONDS = 5.5e-6  # that it takes beside its traffic
-# Under a causal mask: the heads over which a block walks at full speed, and what part of a tile's time each further
-# head adds. From 15 shapes on an H100 (benchmarks/results/backward/groups-h100.txt). Head dims up to 64, whose tiles
-# are half as large, gained under 4 % by shorter walks. At 112, rows of 224 bytes begin anywhere in the cache's lines.
+# Under a mask: the heads over which a block walks at full speed, and what part of a tile's time each further head adds.
+# From 15 shapes with a causal mask on an H100 (benchmarks/results/backward/groups-h100.txt). Head dims up to 64, whose
+# tiles are half as large, gained under 4 % by shorter walks. At 112, rows of 224 bytes begin anywhere in the cache's
+# lines.
 WALK, CROWDING = 5, 0.05
 ACROSS_LINES = {112: (2, 0.06)}
 # A split must be predicted to save something: it takes memory.
