@@ -46,8 +46,8 @@ class Parameters:
         strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(3)] + [1]
         return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
 
-    def gradient(self, name: str) -> Any:
-        """dq, dk or dv: contiguous, in the inputs' dtype."""
+    def gradient(self, name: str, some_keys: bool = False) -> Any:
+        """dq, dk or dv, in the inputs' dtype: contiguous, or with `some_keys` those of some keys of a larger tensor."""
         sizes, of_keys = self.sizes, name != "dq"
         shape = [
             sizes.batch,
@@ -55,7 +55,10 @@ class Parameters:
             sizes.kv_heads if of_keys else sizes.heads,
             self.call.head_dim_v if name == "dv" else self.call.head_dim,
         ]
-        return self.tensor(name, shape, self.dtype)
+        if not some_keys:
+            return self.tensor(name, shape, self.dtype)
+        strides = [T.dynamic(f"{name}_stride0", "int64"), shape[2] * shape[3], shape[3], 1]
+        return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
 
     def parts(self, name: str) -> Any:
         """The float32 parts of dk or dv, side by side, of all shares of the heads (shares/)."""
@@ -131,7 +134,8 @@ def declare_main(
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     p.sizes.share_heads = T.dynamic("share_heads") if split else p.sizes.kv_heads
-    arg.dk, arg.dv = (p.parts(name) if split else p.gradient(name) for name in ("dk", "dv"))
+    some_keys = hopper and not call.packed
+    arg.dk, arg.dv = (p.parts(name) if split else p.gradient(name, some_keys) for name in ("dk", "dv"))
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
     arg.paths = paths
