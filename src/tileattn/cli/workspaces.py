@@ -10,6 +10,7 @@ from tileattn.bench import warmup
 from tileattn.bench.cases import Case
 from tileattn.kernels.tilelang.backward.launch import configured
 from tileattn.kernels.tilelang.backward.shares.choice import workspace_bytes
+from tileattn.kernels.tilelang.backward.shares.last_wave import later_keys
 from tileattn.measure.units import human_bytes
 
 
@@ -18,8 +19,8 @@ def parts_of_gradients(case: Case, arch: str) -> tuple[int, int]:
     (call,) = warmup.backward_calls([(case.head_dim, case.head_dim_v)], [case.variant], [case.dtype], arch)
     q_shape = torch.Size((case.batch, case.seqlen_q, case.heads, case.head_dim))
     k_shape = torch.Size((case.batch, case.seqlen_k, case.kv_heads, case.head_dim))
-    shares = configured(call, q_shape, k_shape)[1]
-    return shares, workspace_bytes(call, k_shape, shares)
+    shares, whole_keys = configured(call, q_shape, k_shape)[1]
+    return shares, workspace_bytes(call, later_keys(k_shape, whole_keys), shares)
 
 
 def lines(cases: Iterable[Case], arch: str) -> list[str]:

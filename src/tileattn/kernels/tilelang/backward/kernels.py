@@ -58,8 +58,18 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
         leaves = (leaving(config, forward, operand_paths) or (None,))[0]
         split = not isinstance(config, HopperWideConfig) and config.split
         listed = own and config.listed
+        some_keys = isinstance(config, HopperBackwardConfig) and not forward.packed
         arguments = declare_main(
-            builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves, split=split, listed=listed
+            builder,
+            forward,
+            traced,
+            operand_paths,
+            adds_dq,
+            hopper=own,
+            leaving=leaves,
+            split=split,
+            listed=listed,
+            some_keys=some_keys,
         )
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)

@@ -25,7 +25,8 @@ from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, q
 from .hopper.config import HopperBackwardConfig, leaving
 from .library import Kernels, add_shares, backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
-from .shares.choice import chosen, split
+from .shares.choice import split
+from .shares.last_wave import Dealt, dealt, first_keys, later_keys, whole_part
 from .shares.order import heads_together
 from .shares.side_by_side import heads_side_by_side
 from .space import backward_space as space_with
@@ -43,12 +44,12 @@ def prepare_backward(
     call = _specialised(call, scale)
     if call.forward.packed:
         return prepare_backward_with(None, call, q_shape, k_shape, scale)
-    config, shares = configured(call, q_shape, k_shape)
-    return prepare_backward_with(config, call, q_shape, k_shape, scale, shares)
+    config, of_groups = configured(call, q_shape, k_shape)
+    return prepare_backward_with(config, call, q_shape, k_shape, scale, *of_groups)
 
 
-def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> tuple[MainConfig | None, int]:
-    """A dense call's configuration of the main kernel, None for the default, and its number of shares.
+def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> tuple[MainConfig | None, Dealt]:
+    """A dense call's configuration of the main kernel, None for the default, and how groups are dealt to blocks.
 
     call: what its kernels are compiled for.
     """
@@ -56,7 +57,7 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     if config is None and q_shape[1] <= SHORT:
         config = short_default(call)
     listed = with_lists(config or default(call), call, q_shape, k_shape)
-    return listed or config, chosen(call, listed or config or default(call), q_shape, k_shape)
+    return listed or config, dealt(call, listed or config or default(call), q_shape, k_shape)
 
 
 def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:
@@ -80,8 +81,8 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
         return None
     call = _specialised(call, scale)
 
-    def shares(config: MainConfig) -> int:
-        return chosen(call, launched(config), q_shape, k_shape)
+    def of_groups(config: MainConfig) -> Dealt:
+        return dealt(call, launched(config), q_shape, k_shape)
 
     def launched(config: MainConfig) -> MainConfig:
         return with_lists(config, call, q_shape, k_shape) or config
@@ -89,8 +90,8 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
     return space_with(
         call,
         sizes_of(q_shape, k_shape),
-        lambda config: prepare_backward_with(launched(config), call, q_shape, k_shape, scale, shares(config)),
-        lambda config: split(call, launched(config), shares(config)),
+        lambda config: prepare_backward_with(launched(config), call, q_shape, k_shape, scale, *of_groups(config)),
+        lambda config: split(call, launched(config), of_groups(config).shares),
     )
 
 
@@ -101,12 +102,17 @@ def prepare_backward_with(
     k_shape: torch.Size,
     scale: float,
     shares: int = 1,
+    whole_keys: int = 0,
 ) -> Callable[..., Gradients]:
     """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for.
 
-    shares: blocks that share the query heads of a group.
+    Args:
+        shares: blocks that share the query heads of a group.
+        whole_keys: the first keys, whose groups have one block all the same (shares/last_wave.py).
     """
     heads = q_shape[2]
+    before = _before(call, tuned, q_shape, first_keys(k_shape, whole_keys), scale) if whole_keys else None
+    later_shape = later_keys(k_shape, whole_keys)
     tuned = _shared(tuned, call, shares, heads // k_shape[2])
     config = default(call) if tuned is None else tuned
     operand_paths = paths(call)
@@ -114,7 +120,7 @@ def prepare_backward_with(
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     dq_dim = padded_finely(call.forward.head_dim) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)
-    of_main, of_queries = _scalars(call, config, q_shape, k_shape, scale, shares)
+    of_main, of_queries = _scalars(call, config, q_shape, later_shape, scale, shares)
     of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
@@ -153,12 +159,17 @@ def prepare_backward_with(
         lists, steps = of_lists(cut_of_main)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
-        parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
 
         def run_main() -> None:
-            kernels.main(*work, *rows, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
+            its, parts = rows, (dk, dv)
+            if before is not None:
+                before(rows, parts, ordered)
+                its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])
             if shares > 1:
-                _add_up(call, shares, parts, (dk, dv))
+                parts = _parts(shares, whole_keys, dk, dv)
+            kernels.main(*work, *its, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
+            if shares > 1:
+                _add_up(call, parts, (dk, dv), whole_keys)
 
         def run_queries() -> None:
             assert kernels.queries is not None
@@ -260,15 +271,37 @@ def _plain(
     return backward
 
 
-def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """The workspaces of the shares' float32 parts of dk and dv, side by side for each key."""
-    return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
+def _before(
+    call: BackwardCall, tuned: MainConfig | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]], None]:
+    """The launch for the first keys, of shape `k_shape`, each of whose groups has one block.
+
+    It takes (q, k, v, do, lse2, delta), (dk, dv) and dq's sums, and fills dk and dv of these keys.
+    """
+    call, config = whole_part(call, tuned or default(call))
+    main = backward_kernels(call, config).main
+    numbers, _ = _scalars(call, config, q_shape, k_shape, scale, 1)
+    count = k_shape[1]
+
+    def launch(rows: tuple[Tensor, ...], gradients: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+        q, k, v, *others = rows
+        main(q, k[:, :count], v[:, :count], *others, *(x[:, :count] for x in gradients), *sums, *numbers)
+
+    return launch
 
 
-def _add_up(call: BackwardCall, shares: int, parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Adds up the shares' parts of dk and dv."""
-    keys = gradients[0].shape[0] * gradients[0].shape[1]
-    add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in gradients))
+def _parts(shares: int, whole_keys: int, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """The workspaces of the shares' float32 parts of dk and dv, side by side for each key from `whole_keys` on."""
+    shapes = ((x.shape[0], x.shape[1] - whole_keys, shares * x.shape[2], x.shape[3]) for x in gradients)
+    return tuple(x.new_empty(shape, dtype=torch.float32) for x, shape in zip(gradients, shapes))
+
+
+def _add_up(call: BackwardCall, parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...], whole_keys: int) -> None:
+    """Adds up the shares' parts of dk and dv, of the keys from `whole_keys` on."""
+    batch, keys, kv_heads, _ = gradients[0].shape
+    shares = parts[0].shape[2] // kv_heads
+    by_share = (x.view(batch, keys - whole_keys, shares, -1, 8) for x in parts)
+    add_shares(call)(*by_share, *(x.view(batch, keys, -1, 8) for x in gradients), whole_keys)
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:

@@ -47,7 +47,7 @@ class Parameters:
         return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
 
     def gradient(self, name: str, some_keys: bool = False) -> Any:
-        """dq, dk or dv, in the inputs' dtype: contiguous, or with `some_keys` those of some keys of a larger tensor."""
+        """dq, dk or dv, in the inputs' dtype: contiguous, or with `some_keys` a slice of some keys."""
         sizes, of_keys = self.sizes, name != "dq"
         shape = [
             sizes.batch,
@@ -57,7 +57,7 @@ class Parameters:
         ]
         if not some_keys:
             return self.tensor(name, shape, self.dtype)
-        strides = [T.dynamic(f"{name}_stride0", "int64"), shape[2] * shape[3], shape[3], 1]
+        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(3)] + [1]
         return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
 
     def parts(self, name: str) -> Any:
@@ -122,19 +122,19 @@ def declare_main(
     leaving: int | None = None,
     split: bool = False,
     listed: bool = False,
+    some_keys: bool = False,
 ) -> Any:
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [*lists], [seed], *tensors, scale,
     heads_per_kv_head, [side_by_side], [*list_steps], [*pattern], *ints, *floats)``
 
     ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
     gradient leaves by TMA, has strides. ``dq`` says whether dq is added up. With `split`, dk and dv are float32 parts:
-    heads of the number (share * kv_heads + kv head).
+    heads of the number (share * kv_heads + kv head). With `some_keys` dk and dv may be slices of some keys.
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     p.sizes.share_heads = T.dynamic("share_heads") if split else p.sizes.kv_heads
-    some_keys = hopper and not call.packed
     arg.dk, arg.dv = (p.parts(name) if split else p.gradient(name, some_keys) for name in ("dk", "dv"))
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]

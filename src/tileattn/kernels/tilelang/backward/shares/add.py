@@ -21,56 +21,64 @@ LOADED = 4  # elements of float32 in one load
 
 
 @T.macro
-def add_elements(parts, gradient, number):
-    """A thread's elements of a gradient, by their number among those of all threads."""
-    if number < gradient.shape[0] * gradient.shape[1]:
-        row = T.alloc_var("int32", init=T.truncdiv(number, gradient.shape[1]))
-        column = T.alloc_var("int32", init=T.truncmod(number, gradient.shape[1]))
+def add_elements(parts, gradient, first, b, number):
+    """A thread's elements of a gradient, by their number among those of a batch element's keys that have parts."""
+    if number < elements_of(parts):
+        row = T.alloc_var("int32", init=T.truncdiv(number, parts.shape[3]))
+        column = T.alloc_var("int32", init=T.truncmod(number, parts.shape[3]))
         # [ELEMENTS]
         total, part = T.alloc_local([ELEMENTS], "float32"), T.alloc_local([ELEMENTS], "float32")
         for c in T.unroll(ELEMENTS):
             total[c] = 0.0
         # gradient = sum of its parts
-        for share in T.serial(parts.shape[1]):
+        for share in T.serial(parts.shape[2]):
             for load in T.unroll(ELEMENTS // LOADED):
                 for c in T.vectorized(LOADED):
-                    part[load * LOADED + c] = parts[row, share, column, load * LOADED + c]
+                    part[load * LOADED + c] = parts[b, row, share, column, load * LOADED + c]
             for c in T.unroll(ELEMENTS):
                 total[c] += part[c]
         for c in T.vectorized(ELEMENTS):
-            gradient[row, column, c] = total[c]
+            gradient[b, first + row, column, c] = total[c]
 
 
-def blocks_of(gradient: Any) -> Any:
-    """The number of blocks that have elements of a gradient."""
-    return T.ceildiv(gradient.shape[0] * gradient.shape[1], THREADS)
+def elements_of(parts: Any) -> Any:
+    """The elements of a batch element's gradient that have parts, in vectors of ``ELEMENTS``."""
+    return parts.shape[1] * parts.shape[3]
+
+
+def blocks_of(parts: Any) -> Any:
+    """The number of blocks that have elements of a batch element's gradient."""
+    return T.ceildiv(elements_of(parts), THREADS)
 
 
 @T.macro
 def add(arg):
-    with T.Kernel(blocks_of(arg.dk) + blocks_of(arg.dv), threads=THREADS) as block:
+    with T.Kernel(blocks_of(arg.dk_parts) + blocks_of(arg.dv_parts), arg.batch, threads=THREADS) as (block, b):
         thread = T.get_thread_binding()
-        if block < blocks_of(arg.dk):
-            add_elements(arg.dk_parts, arg.dk, block * THREADS + thread)
+        if block < blocks_of(arg.dk_parts):
+            add_elements(arg.dk_parts, arg.dk, arg.first, b, block * THREADS + thread)
         else:
-            add_elements(arg.dv_parts, arg.dv, (block - blocks_of(arg.dk)) * THREADS + thread)
+            add_elements(arg.dv_parts, arg.dv, arg.first, b, (block - blocks_of(arg.dk_parts)) * THREADS + thread)
 
 
 def add_kernel(dtype: torch.dtype) -> Any:
-    """The function ``add(dk_parts, dv_parts, dk, dv)``, of parts (rows, shares, columns / 8, 8).
+    """The function ``add(dk_parts, dv_parts, dk, dv, first)``, of parts (batch, rows, shares, columns / 8, 8).
 
-    Rows are those of all batch elements' keys, and columns those of all kv heads.
+    Rows are the keys from the first of them on, and columns those of all kv heads. dk and dv, (batch, all keys,
+    columns / 8, 8), are contiguous.
     """
     builder = Builder()
     with builder.prim_func("add"):
-        rows, shares = T.dynamic("rows"), T.dynamic("shares")
+        batch, rows, shares, all_rows = (T.dynamic(name) for name in ("batch", "rows", "shares", "all_rows"))
         columns = {name: T.dynamic(f"{name}_columns") for name in ("dk", "dv")}
-        arg = SimpleNamespace()
+        arg = SimpleNamespace(batch=batch)
         for name in columns:
-            shape = [rows, shares, columns[name], ELEMENTS]
+            shape = [batch, rows, shares, columns[name], ELEMENTS]
             setattr(arg, f"{name}_parts", builder.prim_func_arg(f"{name}_parts", T.Tensor(shape, "float32")))
         for name in columns:
             kind = str(dtype).removeprefix("torch.")
-            setattr(arg, name, builder.prim_func_arg(name, T.Tensor([rows, columns[name], ELEMENTS], kind)))
+            shape = [batch, all_rows, columns[name], ELEMENTS]
+            setattr(arg, name, builder.prim_func_arg(name, T.Tensor(shape, kind)))
+        arg.first = builder.prim_func_arg("first", T.int32())
         add(arg)
     return builder.get().with_attr(OWN_BOUNDS, True)
