@@ -7,6 +7,7 @@ from ..mutant import Mutant, mutants
 SHARES = "kernels/tilelang/backward/shares"
 MODEL = ("kernels/tilelang/backward/shares/test_shares.py",)
 CHOICE = ("kernels/tilelang/backward/shares/test_shares_choice.py",)
+LAST = ("kernels/tilelang/backward/shares/test_last_wave.py",)
 ORDER = ("kernels/tilelang/backward/shares/test_order.py",)
 EMULATED = "kernels/tilelang/backward/shares/test_shares_emulated.py"
 BLOCKS = (f"{EMULATED}::test_each_head_has_one_block",)
@@ -138,22 +139,46 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        f"{SHARES}/last_wave.py",
+        LAST,
+        {
+            "last wave: never": ("found, least = Dealt(shares, whole_keys), time", "least = time"),
+            "last wave: queries that do not see the first keys": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - 1 if"),
+            "last wave: a key less than all queries see": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - q_shape[1] if"),
+            "last wave: as if all keys had parts": ("most_shares(call, q_shape, later)", "q_shape[2]"),
+            "last wave: masks whose tiles are guessed": (" or not is_known(call):", ":"),
+            "last wave: the first keys under a mask": ("if call.forward.variant != CAUSAL:", "if True:"),
+            "last wave: other tiles for the first keys": (
+                "dataclasses.replace(split(call, config, 2), split=False)",
+                "default(unmasked)",
+            ),
+            "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
+            "last wave: no kernel of the first keys is warmed": ("return (*own, *before)", "return tuple(own)"),
+        },
+    ),
+    *mutants(
         "kernels/tilelang/backward/launch.py",
         CHOICE,
         {
             "shares: of calls as they come, never split": (
-                "config, shares = configured(call, q_shape, k_shape)",
-                "config, shares = configured(call, q_shape, k_shape)[0], 1",
+                "config, of_groups = configured(call, q_shape, k_shape)",
+                "config, of_groups = configured(call, q_shape, k_shape)[0], Dealt()",
             ),
-            "shares: the parts are not added up": ("add_shares(call)(*(x.view(", "print(*(x.view("),
-            "shares: parts of 16 bits": (
-                "shares * x.shape[2], x.shape[3]), dtype=torch.float32)",
-                "shares * x.shape[2], x.shape[3]))",
-            ),
-            "shares: the tuner measures whole groups": ("k_shape, scale, shares(config)),", "k_shape, scale),"),
+            "shares: the parts are not added up": ("add_shares(call)(*by_share", "print(*by_share"),
+            "shares: parts of 16 bits": ("x.new_empty(shape, dtype=torch.float32) for x", "x.new_empty(shape) for x"),
+            "shares: the tuner measures whole groups": ("k_shape, scale, *of_groups(config)),", "k_shape, scale),"),
             "shares: the tuner compiles whole groups": (
-                "lambda config: split(call, launched(config), shares(config)),",
+                "lambda config: split(call, launched(config), of_groups(config).shares),",
                 "lambda config: config,",
+            ),
+            "last wave: the first keys are not launched": ("if whole_keys else None", "if whole_keys < 0 else None"),
+            "last wave: all keys are shared as well": (
+                "its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])",
+                "its = rows",
+            ),
+            "last wave: sums are added up from the first key on": (
+                "for x in gradients), whole_keys)",
+                "for x in gradients), 0)",
             ),
         },
     ),

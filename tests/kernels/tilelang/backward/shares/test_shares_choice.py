@@ -151,12 +151,12 @@ def test_the_tiles_of_split_kernels() -> None:
 def test_lists_of_tiles_are_walked_by_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the mask: the two have not run together."""
     call, sizes = call_of(128, SlidingWindow(100, 0)), shapes(1, 27164, 32, 2, 128)
-    assert launch.configured(call, *sizes) == (None, 4)
+    assert launch.configured(call, *sizes) == (None, (4, 0))
     monkeypatch.setattr(launch, "with_lists", lambda config, *_: dataclasses.replace(config, listed=True))
-    config, shares = launch.configured(call, *sizes)
+    config, of_groups = launch.configured(call, *sizes)
     assert isinstance(config, HopperBackwardConfig)
     assert config.listed
-    assert shares == 1
+    assert of_groups == (1, 0)
 
 
 def test_more_shares_than_heads_are_refused() -> None:
@@ -178,14 +178,14 @@ def test_the_kernels_to_compile() -> None:
 
 def test_a_search_compiles_and_measures_what_will_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(launch, "prepare_backward_with", lambda config, *rest: asked.append((config, rest[-1])))
+    monkeypatch.setattr(launch, "prepare_backward_with", lambda config, *rest: asked.append((config, *rest[-2:])))
     monkeypatch.setattr("tileattn.kernels.tilelang.tuned.compiled", lambda jobs: iter(asked.extend(jobs.items()) or ()))
     call = call_of()
     space = launch.backward_space(call, *shapes(1, 3072, 28, 4, 64), 0.125)
     assert space is not None
     space.prepare(space.default)
     list(space.compile([space.default]))
-    assert asked == [(space.default, 3), (space.default, kernel_jobs(call, split(call, space.default, 3)))]
+    assert asked == [(space.default, 3, 0), (space.default, kernel_jobs(call, split(call, space.default, 3)))]
 
 
 class Launched:
@@ -194,17 +194,20 @@ class Launched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: dict[str, tuple[Any, ...]] = {}
         self.config: MainConfig | None = None
+        self.configs: list[tuple[BackwardCall, MainConfig | None]] = []
         monkeypatch.setattr(launch, "backward_kernels", self.kernels)
         monkeypatch.setattr(launch, "add_shares", lambda call: self.noting("add"))
 
     def noting(self, name: str) -> Callable[..., None]:
         def run(*given: Any) -> None:
-            assert name not in self.given
-            self.given[name] = given
+            name_of_launch = f"{name} again" if name == "main" and name in self.given else name
+            assert name_of_launch not in self.given
+            self.given[name_of_launch] = given
 
         return run
 
     def kernels(self, call: BackwardCall, config: MainConfig | None = None) -> Kernels:
+        self.configs.append((call, config))
         self.config = config
         last = library.kernel_names(call)[2]
         return Kernels(
@@ -216,7 +219,7 @@ class Launched:
 
 
 def backward(call: BackwardCall, *sizes: int) -> tuple[Tensor, ...]:
-    q_shape, k_shape = shapes(*sizes, call.forward.head_dim)
+    q_shape, k_shape = shapes(*sizes[:4], call.forward.head_dim, *sizes[4:])
     q, k = (torch.empty(shape, dtype=torch.bfloat16) for shape in (q_shape, k_shape))
     lse = torch.empty(q_shape[0], q_shape[2], q_shape[1])
     inputs = Inputs(q, k, k, None, Operands([], [], []), None, None)
@@ -235,8 +238,10 @@ def test_a_split_call_adds_up_its_parts(deterministic: bool, monkeypatch: pytest
     parts = launched.given["main"][6:8]
     assert [x.shape for x in parts] == [torch.Size((2, 1408, 3 * 2, 64))] * 2
     assert [x.dtype for x in parts] == [torch.float32] * 2
-    *of_parts, of_dk, of_dv = launched.given["add"]
-    assert [x.shape for x in (*of_parts, of_dk, of_dv)] == [*[torch.Size((2816, 3, 16, 8))] * 2, *[(2816, 16, 8)] * 2]
+    *of_parts, of_dk, of_dv, first = launched.given["add"]
+    assert first == 0
+    assert [x.shape for x in of_parts] == [(2, 1408, 3, 16, 8)] * 2
+    assert [x.shape for x in (of_dk, of_dv)] == [(2, 1408, 16, 8)] * 2
     addresses = [x.data_ptr() for x in (*of_parts, of_dk, of_dv)]
     assert addresses == [x.data_ptr() for x in (*parts, dk, dv)]
 
@@ -247,3 +252,39 @@ def test_other_calls_have_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(launched.given) == ["prepare", "main", "finish"]
     assert launched.config is None
     assert [x.data_ptr() for x in launched.given["main"][6:8]] == [dk.data_ptr(), dv.data_ptr()]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_cut_call_launches_the_first_keys_whole(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wave of 132 tiles of the only kv head, and a second one of 20, each in three shares."""
+    launched = Launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    call = call_of(128, Causal() if causal else None)
+    _, dk, dv = backward(call, 1, 1225, 16, 1, 19349)
+    assert list(launched.given) == ["prepare", "main", "main again", "add", "finish"]
+    (of_first, first_config), (of_later, later_config) = launched.configs
+    assert of_later == call
+    assert later_config == split(call, default(call), 3)
+    assert of_first == call_of(128)  # all queries see these keys
+    assert isinstance(later_config, HopperBackwardConfig)
+    if causal:
+        assert first_config == dataclasses.replace(later_config, split=False)
+    else:
+        assert first_config == default(call)
+
+    _, k, v, *_ = launched.given["main"]
+    assert [x.shape for x in (k, v)] == [(1, 16896, 1, 128)] * 2
+    gradients = launched.given["main"][6:8]
+    assert [x.shape for x in gradients] == [(1, 16896, 1, 128)] * 2
+    assert [x.data_ptr() for x in gradients] == [dk.data_ptr(), dv.data_ptr()]
+
+    _, later_k, later_v, *_ = launched.given["main again"]
+    assert [x.shape for x in (later_k, later_v)] == [(1, 2453, 1, 128)] * 2
+    assert later_k.data_ptr() == k.data_ptr() + 2 * 16896 * 128
+    assert [x.shape for x in launched.given["main again"][6:8]] == [(1, 2453, 3, 128)] * 2
+    *of_parts, of_dk, of_dv, first = launched.given["add"]
+    assert first == 16896
+    assert [x.shape for x in of_parts] == [(1, 2453, 3, 16, 8)] * 2
+    assert [x.data_ptr() for x in (of_dk, of_dv)] == [dk.data_ptr(), dv.data_ptr()]
+    # Both add to the same sums of dq.
+    assert launched.given["main"][8].data_ptr() == launched.given["main again"][8].data_ptr()

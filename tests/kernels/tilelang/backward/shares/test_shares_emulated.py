@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,8 @@ CASES = {
 def _emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     @functools.cache
     def kernels(call: BackwardCall, config: Any) -> Kernels:
-        by_name = {name: Kernel(kernel_of(call, name, config or default(call)), folder) for name in kernel_names(call)}
+        own = Path(tempfile.mkdtemp(dir=folder))  # two main kernels have one name
+        by_name = {name: Kernel(kernel_of(call, name, config or default(call)), own) for name in kernel_names(call)}
         return Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     monkeypatch.setattr(backend, "backward_kernels", kernels)
@@ -65,7 +67,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tup
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
     s = q @ k.mT / math.sqrt(q.shape[2])
     if causal:
-        s = s.masked_fill(torch.ones(s.shape[1:], dtype=torch.bool).triu(1), -math.inf)
+        s = s.masked_fill(torch.ones(s.shape[1:], dtype=torch.bool).triu(s.shape[2] - s.shape[1] + 1), -math.inf)
     lse = s.logsumexp(-1)
     p = (s - lse[..., None]).exp()
     ds = p * (do @ v.mT - (do * (p @ v)).sum(-1, keepdim=True)) / math.sqrt(q.shape[2])
@@ -108,15 +110,40 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert torch.equal(got[index], again[index])
 
 
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(("whole_keys", "causal"), [(64, False), (50, False), (64, True)])
+def test_gradients_where_the_last_keys_alone_are_shared(
+    whole_keys: int, causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """37 queries of 6 heads, 110 keys of 2."""
+    _emulated(monkeypatch, tmp_path)
+    torch.manual_seed(0)
+    q, do = (torch.randn(37, 6, 64).bfloat16() for _ in range(2))
+    k, v = (torch.randn(110, 2, 64).bfloat16() for _ in range(2))
+    o, lse, *expected = _gradients(q, k, v, do, causal)
+    variant, _ = encode(Causal() if causal else None, ())
+    call = BackwardCall(
+        AttentionCall(torch.bfloat16, 64, 64, variant, needs_grad=True, arch=ARCH), (True, True, True, False)
+    )
+    run = backend.prepare_backward_with(None, call, q[None].shape, k[None].shape, 0.125, 3, whole_keys)
+    given = Inputs(q[None], k[None], v[None], None, Operands([], [], []), None, None)
+    with poisoned_memory():
+        got = run(given, o.bfloat16()[None].contiguous(), lse.float()[None].contiguous(), do[None], None)
+    for index, gradient in enumerate(expected):
+        error = (got[index][0].double() - gradient).norm() / gradient.norm()
+        assert error < 0.01, (index, error)
+
+
 def test_parts_are_added_up_in_float32(tmp_path: Path) -> None:
     """Two blocks have elements of dk, and one of dv; their last threads have none."""
     torch.manual_seed(0)
-    parts = torch.randn(11, 3, 24, 8), torch.randn(11, 3, 5, 8)
-    sums = torch.empty(11, 24, 8, dtype=torch.bfloat16), torch.empty(11, 5, 8, dtype=torch.bfloat16)
+    parts = torch.randn(2, 11, 3, 24, 8), torch.randn(2, 11, 3, 5, 8)
+    sums = torch.zeros(2, 14, 24, 8, dtype=torch.bfloat16), torch.zeros(2, 14, 5, 8, dtype=torch.bfloat16)
     with poisoned_memory():
-        Kernel(add_kernel(torch.bfloat16), tmp_path)(*parts, *sums)
+        Kernel(add_kernel(torch.bfloat16), tmp_path)(*parts, *sums, 3)
     for x, total in zip(parts, sums, strict=True):
-        assert torch.equal(total, (x[:, 0] + x[:, 1] + x[:, 2]).bfloat16())
+        assert torch.equal(total[:, 3:], (x[:, :, 0] + x[:, :, 1] + x[:, :, 2]).bfloat16())
+        assert not total[:, :3].any()  # keys without parts stay as they were
 
 
 def _value(expression: Any) -> int:

@@ -15,6 +15,7 @@ from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import launch
 from tileattn.kernels.tilelang.backward.launch import prepare_backward_with
+from tileattn.kernels.tilelang.backward.shares.last_wave import Dealt
 from tileattn.testing import assert_accurate, eager_attention, oracle_attention
 from tileattn.tuner.state import forget_prepared
 from tileattn.variant.key import encode
@@ -90,7 +91,7 @@ def test_dense(heads: int, kv_heads: int, shares: int, dim: int, causal: bool, d
 @pytest.mark.parametrize("name", ["window", "documents", "causal documents"])
 def test_masks_that_are_hidden_by_bits(name: str, dim: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the public function, as a longer call would be launched."""
-    monkeypatch.setattr(launch, "chosen", lambda *_: shares)
+    monkeypatch.setattr(launch, "dealt", lambda *_: Dealt(shares))
     forget_prepared()
     *leaves, do = _drawn(1025, 14, 2, dim)
     leaves = [x.requires_grad_() for x in leaves]
@@ -101,6 +102,29 @@ def test_masks_that_are_hidden_by_bits(name: str, dim: int, shares: int, monkeyp
     forget_prepared()
     assert torch.equal(got[1], again[1])
     assert torch.equal(got[2], again[2])
+    _assert_gradients(got, leaves, do, mask)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize(("whole_keys", "shares"), [(640, 3), (128, 2), (700, 4)])
+def test_the_last_wave_alone(
+    whole_keys: int, shares: int, dim: int, causal: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batch elements, so that the keys' gradients are slices with gaps between them."""
+    monkeypatch.setattr(launch, "dealt", lambda *_: Dealt(shares, whole_keys))
+    forget_prepared()
+    torch.manual_seed(0)
+    q, do = (torch.randn(2, 301, 14, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, 1001, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = Causal() if causal else None
+    o = attention(*leaves, mask=mask, backend="tilelang", deterministic=deterministic)
+    got, again = (torch.autograd.grad(o, leaves, do, retain_graph=True) for _ in range(2))
+    forget_prepared()
+    for index in range(0 if deterministic else 1, 3):
+        assert torch.equal(got[index], again[index])
     _assert_gradients(got, leaves, do, mask)
 
 
