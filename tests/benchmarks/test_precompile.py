@@ -23,8 +23,8 @@ from tileattn.kernels.cache.store import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as backward_launch
-from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
 from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.backward.shares.choice import of_lengths
 from tileattn.kernels.tilelang.build.batch import compile_job
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -98,7 +98,7 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
         needs = (True, True, True, False, *([True] if case.terms.dbias else tensors))
         backward = BackwardCall(replace(call, needs_grad=True), needs)
         expected.add(launch.cache_key(call, chosen_for(call, case)))
-        main = short_default(backward) if case.seqlen_q <= SHORT else None
+        main = of_lengths(backward, case.seqlen_q, case.seqlen_k)
         expected |= {backward_launch.cache_key(backward, name, main) for name in backward_launch.kernel_names(backward)}
     assert {job.key for job in jobs} == expected
     assert {type(job) for job in jobs} == {Job, BackwardJob}

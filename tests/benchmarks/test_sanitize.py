@@ -274,7 +274,11 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
         return q, q.new_zeros(3)
 
     # They are set, and must be as before after this test.
-    for module, name in ((forward_launch, "default"), (forward_launch, "multiprocessors"), (backward_backend, "SHORT")):
+    for module, name in (
+        (forward_launch, "default"),
+        (forward_launch, "multiprocessors"),
+        (backward_backend, "of_lengths"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(sanitize_cases.tileattn, "attention", attention)
     monkeypatch.setattr(sanitize.Case, "calls", lambda self, device, calls=sanitize.Case.calls: calls(self, "cpu"))

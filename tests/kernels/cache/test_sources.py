@@ -129,7 +129,7 @@ HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library
 HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
-HOST |= {f"backward.shares.{name}" for name in ("choice", "order", "side_by_side", "waves")}
+HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
 
 
 def modules(name: str) -> list[str]:

@@ -118,6 +118,12 @@ MUTANTS: list[Mutant] = [
                 "config.block_M == CROWDED > 80",
             ),
             "shares: 64 queries without a mask": ("config.block_M == CROWDED and masked", "config.block_M == CROWDED"),
+            "shares: tiles of 80 queries at any length": (
+                "return short if narrow < WIDE_TIME * wide else None",
+                "return None",
+            ),
+            "shares: tiles of 64 queries wherever they visit less": ("narrow < WIDE_TIME * wide", "narrow < wide"),
+            "shares: tiles of 64 queries up to 4096": ("narrow < WIDE_TIME * wide", "narrow"),
             "shares: no split kernel is warmed": ("dict.fromkeys((*whole, *splits))", "dict.fromkeys(whole)"),
             "shares: workspace of one share less": (
                 "else 4 * shares * k_shape[0]",

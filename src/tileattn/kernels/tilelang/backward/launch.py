@@ -21,11 +21,11 @@ from ..kept_lists import arguments_of, lists_of
 from ..tile_lists import Cut, Sizes, pays
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
-from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
+from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import HopperBackwardConfig, leaving
 from .library import Kernels, add_shares, backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
-from .shares.choice import split
+from .shares.choice import of_lengths, split
 from .shares.last_wave import Dealt, dealt, first_keys, later_keys, whole_part
 from .shares.order import heads_together
 from .shares.side_by_side import heads_side_by_side
@@ -54,8 +54,8 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
     call: what its kernels are compiled for.
     """
     config = tuned_config(call, sizes_of(q_shape, k_shape))
-    if config is None and q_shape[1] <= SHORT:
-        config = short_default(call)
+    if config is None:
+        config = of_lengths(call, q_shape[1], k_shape[1])
     listed = with_lists(config or default(call), call, q_shape, k_shape)
     return listed or config, dealt(call, listed or config or default(call), q_shape, k_shape)
 
@@ -111,7 +111,7 @@ def prepare_backward_with(
         whole_keys: the first keys, whose groups have one block all the same (shares/last_wave.py).
     """
     heads = q_shape[2]
-    before = _before(call, tuned, q_shape, first_keys(k_shape, whole_keys), scale) if whole_keys else None
+    before = _before(call, tuned, q_shape, first_keys(k_shape, whole_keys), scale, shares) if whole_keys else None
     later_shape = later_keys(k_shape, whole_keys)
     tuned = _shared(tuned, call, shares, heads // k_shape[2])
     config = default(call) if tuned is None else tuned
@@ -165,8 +165,9 @@ def prepare_backward_with(
             if before is not None:
                 before(rows, parts, ordered)
                 its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])
+                parts = (dk[:, whole_keys:], dv[:, whole_keys:])
             if shares > 1:
-                parts = _parts(shares, whole_keys, dk, dv)
+                parts = _parts(shares, *parts)
             kernels.main(*work, *its, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
             if shares > 1:
                 _add_up(call, parts, (dk, dv), whole_keys)
@@ -272,13 +273,18 @@ def _plain(
 
 
 def _before(
-    call: BackwardCall, tuned: MainConfig | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+    call: BackwardCall,
+    tuned: MainConfig | None,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    scale: float,
+    shares: int,
 ) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]], None]:
     """The launch for the first keys, of shape `k_shape`, each of whose groups has one block.
 
     It takes (q, k, v, do, lse2, delta), (dk, dv) and dq's sums, and fills dk and dv of these keys.
     """
-    call, config = whole_part(call, tuned or default(call))
+    call, config = whole_part(call, tuned or default(call), shares)
     main = backward_kernels(call, config).main
     numbers, _ = _scalars(call, config, q_shape, k_shape, scale, 1)
     count = k_shape[1]
@@ -290,10 +296,9 @@ def _before(
     return launch
 
 
-def _parts(shares: int, whole_keys: int, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """The workspaces of the shares' float32 parts of dk and dv, side by side for each key from `whole_keys` on."""
-    shapes = ((x.shape[0], x.shape[1] - whole_keys, shares * x.shape[2], x.shape[3]) for x in gradients)
-    return tuple(x.new_empty(shape, dtype=torch.float32) for x, shape in zip(gradients, shapes))
+def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """The workspaces of the shares' float32 parts of dk and dv, side by side for each key."""
+    return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
 
 
 def _add_up(call: BackwardCall, parts: tuple[Tensor, ...], gradients: tuple[Tensor, ...], whole_keys: int) -> None:

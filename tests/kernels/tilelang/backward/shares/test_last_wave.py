@@ -95,7 +95,7 @@ def test_both_launches_agree_on_the_sums_of_dq(dim: int, deterministic: bool) ->
         for kernel, config in main_kernels(call):
             assert (config or default(kernel)).block_M == (config or default(call)).block_M
             assert kernel.deterministic == deterministic
-        of_first, config = whole_part(call, default(call))
+        of_first, config = whole_part(call, default(call), 2)
         assert config.block_M == split(call, default(call), 2).block_M
         assert of_first == call_of(dim, None, deterministic)
         assert config.adds_dq == default(call).adds_dq
@@ -103,7 +103,7 @@ def test_both_launches_agree_on_the_sums_of_dq(dim: int, deterministic: bool) ->
 
 def test_the_kernel_of_the_first_keys_is_compiled_ahead() -> None:
     causal = call_of(128, Causal())
-    assert whole_part(causal, default(causal)) in main_kernels(causal)
+    assert whole_part(causal, default(causal), 2) in main_kernels(causal)
     window = call_of(128, SlidingWindow(100, 0))
     assert all(call == window for call, _ in main_kernels(window))
 

@@ -17,7 +17,7 @@ from tileattn.kernels.tilelang.backward import launch, library
 from tileattn.kernels.tilelang.backward.defaults import MainConfig, default, short_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import Kernels, SharesJob, kernel_jobs
-from tileattn.kernels.tilelang.backward.shares.choice import chosen, configurations, split, workspace_bytes
+from tileattn.kernels.tilelang.backward.shares.choice import chosen, configurations, of_lengths, split, workspace_bytes
 from tileattn.variant.key import encode
 
 SLOTS = 132
@@ -146,6 +146,33 @@ def test_the_tiles_of_split_kernels() -> None:
     by_bits = HopperBackwardConfig(64, mask_words=True, split=True)
     assert configurations(call_of(128, SlidingWindow(5, 0))) == (None, by_bits)
     assert configurations(call_of(256, SlidingWindow(5, 0))) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "queries"),
+    [
+        (512, 512, 64),
+        (1024, 1024, 64),
+        (2048, 2048, 64),
+        (2500, 2500, 80),
+        (4096, 4096, 80),
+        (16384, 16384, 80),
+        (400, 800, 80),  # five tiles of 80, seven of 64
+        (500, 4000, 64),
+        (854, 4593, 80),
+        (2848, 39004, 80),
+    ],
+)
+def test_queries_in_a_tile_under_a_causal_mask(seqlen_q: int, seqlen_k: int, queries: int) -> None:
+    """As measured, benchmarks/results/backward/tiles-h200.txt."""
+    causal = call_of(128, Causal())
+    config = of_lengths(causal, seqlen_q, seqlen_k)
+    assert config in (None, short_default(causal))
+    assert (config or default(causal)).block_M == queries
+    sizes = shapes(2, seqlen_q, 16, 16, 128, seqlen_k)
+    assert launch.configured(causal, *sizes) == (config, (1, 0))
+    for other in (call_of(128), call_of(64, Causal()), call_of(128, SlidingWindow(5, 0))):
+        assert of_lengths(other, seqlen_q, seqlen_k) is None
 
 
 def test_lists_of_tiles_are_walked_by_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:

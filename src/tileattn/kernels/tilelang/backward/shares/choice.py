@@ -1,4 +1,7 @@
-"""The number of shares that a call's groups of heads are split into, and the main kernels that this takes."""
+"""The number of shares that a call's groups of heads are split into, and the main kernels that this takes.
+
+And the queries in a tile, where lengths decide it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from .....call.facts import CAUSAL, BackwardCall
 from .....variant.program import program
 from ..amd.config import AmdBackwardConfig
-from ..defaults import MainConfig, default, short_default
+from ..defaults import SHORT, MainConfig, default, short_default
 from ..hopper.config import HopperBackwardConfig, HopperWideConfig
 from ..hopper.preferences import plainest
 from .side_by_side import kv_heads_side_by_side
@@ -18,11 +21,26 @@ from .waves import WORTHWHILE, Costs, Groups, best_shares, costs_of, predicted, 
 # Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
 # the products (C7512). And the queries that the kernel takes instead.
 CROWDED, UNCROWDED = 80, 64
+# Tiles of 80 queries take 0.95 of the time of as many scores in tiles of 64. But under a causal mask, and where 80 does
+# not divide the queries, more of their scores are hidden (35 calls, benchmarks/results/backward/tiles-h200.txt).
+WIDE_TIME = 0.95
 LARGEST = 2**31 - 1  # elements of dk or dv that add.py can number
 # Windows, documents and the like say only in the call how many queries see a key. So many are reckoned with, and a
 # split must be predicted to save more than where they are known.
 SEEN, UNSURE = 1024, 0.96
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
+
+
+def of_lengths(call: BackwardCall, seqlen_q: int, seqlen_k: int) -> MainConfig | None:
+    """The main kernel's configuration for a dense call of such lengths, without shares; None is the default."""
+    short = short_default(call)
+    if short is None or seqlen_q > SHORT:
+        return None
+    narrow, wide = (
+        sum(visible_tiles(seqlen_q, seqlen_k, config.block_M, config.block_N, causal=True)) * config.block_M
+        for config in (short, default(call))
+    )
+    return short if narrow < WIDE_TIME * wide else None
 
 
 def split(call: BackwardCall, config: MainConfig, shares: int) -> MainConfig:
@@ -115,7 +133,10 @@ def work(
     tiles = visible_tiles(seqlen_q, k_shape[1], config.block_M, config.block_N, causal)
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
     masked = forward.variant != ""
-    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
+    costs = costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
+    if causal and config.block_M == CROWDED and q_shape[1] <= SHORT:
+        costs = dataclasses.replace(costs, tile=WIDE_TIME * costs.tile)
+    return groups, costs
 
 
 def multiprocessors() -> int:

@@ -54,7 +54,9 @@ def dealt(
     least = WORTHWHILE * _time(call, config, q_shape, k_shape, everywhere, slots)
     for whole_keys in _cuts(call, config, q_shape, k_shape, slots):
         later = later_keys(k_shape, whole_keys)
-        before = _time(*whole_part(call, config), q_shape, first_keys(k_shape, whole_keys), 1, slots) + LAUNCH_SECONDS
+        before = (
+            _time(*whole_part(call, config, 2), q_shape, first_keys(k_shape, whole_keys), 1, slots) + LAUNCH_SECONDS
+        )
         most = min(q_shape[2] // k_shape[2], most_shares(call, q_shape, later), MOST_SHARES)
         for shares in range(2, most + 1):
             time = before + _time(call, config, q_shape, later, shares, slots)
@@ -63,19 +65,24 @@ def dealt(
     return found
 
 
-def whole_part(call: BackwardCall, config: MainConfig) -> tuple[BackwardCall, MainConfig]:
-    """The call and the configuration of the main kernel for the first keys. It adds to the same sums of dq."""
+def whole_part(call: BackwardCall, config: MainConfig, shares: int) -> tuple[BackwardCall, MainConfig]:
+    """The call and the configuration of the main kernel for the first keys. It adds to the same sums of dq.
+
+    config, shares: of the main kernel without shares, and how many the later keys have.
+    """
     if call.forward.variant != CAUSAL:
         return call, config
     unmasked = dataclasses.replace(call, forward=dataclasses.replace(call.forward, variant=""))
-    return unmasked, dataclasses.replace(split(call, config, 2), split=False)
+    if default(unmasked).block_M == split(call, config, shares).block_M:
+        return unmasked, default(unmasked)
+    return unmasked, dataclasses.replace(split(call, config, shares), split=False)
 
 
 def main_kernels(call: BackwardCall) -> tuple[tuple[BackwardCall, MainConfig | None], ...]:
     """The main kernels that a call may get for some sizes, without the tuner; None is the default configuration."""
     own = ((call, config) for config in configurations(call))
     config = default(call)
-    before = (whole_part(call, config),) if may_split(call, config) and is_known(call) else ()
+    before = (whole_part(call, config, 2),) if may_split(call, config) and is_known(call) else ()
     return (*own, *before)
 
 
