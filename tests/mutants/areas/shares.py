@@ -155,7 +155,9 @@ MUTANTS: list[Mutant] = [
             "last wave: masks whose tiles are guessed": (" or not is_known(call):", ":"),
             "last wave: the first keys under a mask": ("if call.forward.variant != CAUSAL:", "if True:"),
             "last wave: other tiles for the first keys": (
-                "dataclasses.replace(split(call, config, 2), split=False)",
+                "return unmasked, dataclasses.replace(split(call, config, shares), split=False)",
+                "return unmasked, default(unmasked)",
+            ), split=False)",
                 "default(unmasked)",
             ),
             "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
@@ -171,7 +173,7 @@ MUTANTS: list[Mutant] = [
                 "config, of_groups = configured(call, q_shape, k_shape)[0], Dealt()",
             ),
             "shares: the parts are not added up": ("add_shares(call)(*by_share", "print(*by_share"),
-            "shares: parts of 16 bits": ("x.new_empty(shape, dtype=torch.float32) for x", "x.new_empty(shape) for x"),
+            "shares: parts of 16 bits": ("x.shape[3]), dtype=torch.float32) for x", "x.shape[3])) for x"),
             "shares: the tuner measures whole groups": ("k_shape, scale, *of_groups(config)),", "k_shape, scale),"),
             "shares: the tuner compiles whole groups": (
                 "lambda config: split(call, launched(config), of_groups(config).shares),",

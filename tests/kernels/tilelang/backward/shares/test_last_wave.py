@@ -49,7 +49,8 @@ def test_the_keys_of_full_waves_stay_whole() -> None:
         (1, 4224, 28, 4),  # one full wave
         (1, 3072, 28, 4),  # less than a wave: all keys are shared
         (1, 17608, 3, 3),  # no groups
-        (8, 16384, 32, 8),  # more than 16 waves
+        (8, 16384, 32, 8),  # many waves
+        (1, 2122 * 128, 8, 1),  # 16 waves and 10 tiles
     ],
 )
 def test_other_calls_are_not_cut(batch: int, seqlen: int, heads: int, kv_heads: int) -> None:
