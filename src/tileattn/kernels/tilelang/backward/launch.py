@@ -159,15 +159,16 @@ def prepare_backward_with(
         lists, steps = of_lists(cut_of_main)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
+        its, parts = rows, (dk, dv)
+        if before is not None:
+            its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])
+            parts = (dk[:, whole_keys:], dv[:, whole_keys:])
+        if shares > 1:
+            parts = _parts(shares, *parts)
 
-        def run_main() -> None:
-            its, parts = rows, (dk, dv)
+        def run_main() -> None:  # allocates nothing: it may run on a second stream
             if before is not None:
-                before(rows, parts, ordered)
-                its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])
-                parts = (dk[:, whole_keys:], dv[:, whole_keys:])
-            if shares > 1:
-                parts = _parts(shares, *parts)
+                before(rows, (dk, dv), ordered)
             kernels.main(*work, *its, *parts, *ordered, *written_out, *lists, *tensors, *of_main, *steps, *numbers)
             if shares > 1:
                 _add_up(call, parts, (dk, dv), whole_keys)

@@ -315,3 +315,24 @@ def test_a_cut_call_launches_the_first_keys_whole(causal: bool, monkeypatch: pyt
     assert [x.data_ptr() for x in (of_dk, of_dv)] == [dk.data_ptr(), dv.data_ptr()]
     # Both add to the same sums of dq.
     assert launched.given["main"][8].data_ptr() == launched.given["main again"][8].data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1408, 12, 2), (1, 17608, 12, 3)])
+def test_launches_on_two_streams_allocate_nothing(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory would belong to the second stream. The first call shares all groups, the other those of the last wave."""
+    launched = Launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    monkeypatch.setattr(launch, "runs_beside", lambda *_: True)
+
+    def allocate(*_: Any, **__: Any) -> None:
+        raise AssertionError("memory of a second stream")
+
+    def beside(here: Callable[[], None], there: Callable[[], None], device: torch.device) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "new_empty", allocate)
+            here()
+            there()
+
+    monkeypatch.setattr(launch, "launch_beside", beside)
+    backward(call_of(deterministic=True), *sizes)
+    assert {"queries", "main", "add"} <= set(launched.given)
