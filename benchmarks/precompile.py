@@ -99,6 +99,11 @@ class _Requested:
         """A stand-in for `backward_kernels`."""
         self._add(*kernel_jobs(call, config))
 
+    def ask_main(self, call: BackwardCall, config: MainConfig) -> Any:
+        """A stand-in for `main_kernel`, which is asked for before the other kernels."""
+        with suppress(_Asked):
+            self._add(BackwardJob(call, "main", config))
+
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
         call = phase.call
@@ -148,6 +153,8 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", requested.ask),
         mock.patch.object(backward_backend, "backward_kernels", requested.ask_backward),
+        mock.patch.object(backward_backend, "main_kernel", requested.ask_main),
+        mock.patch.object(backward_backend, "add_shares"),  # among the jobs of a split kernel
         mock.patch.object(append_backend, "append_function", requested.ask_append),
         mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
         mock.patch.object(appending, "device_arch", return_value=arch),

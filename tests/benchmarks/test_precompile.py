@@ -23,8 +23,10 @@ from tileattn.kernels.cache.store import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as backward_launch
+from tileattn.kernels.tilelang.backward.defaults import default as default_of_backward
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import of_lengths
+from tileattn.kernels.tilelang.backward.shares.last_wave import jobs_of
 from tileattn.kernels.tilelang.build.batch import compile_job
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -104,6 +106,26 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
     assert {type(job) for job in jobs} == {Job, BackwardJob}
     # What takes longest first: the small kernels come last.
     assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in jobs[-3:])
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("full", (1, 3072, 3072, 28, 4)),  # all groups are shared
+        ("full", (1, 1225, 19349, 16, 1)),  # those of the last wave
+        ("causal", (1, 1225, 19349, 16, 1)),
+    ],
+)
+def test_the_kernels_of_shared_groups_are_found(variant: str, sizes: tuple[int, ...]) -> None:
+    batch, seqlen_q, seqlen_k, heads, kv_heads = sizes
+    case = Case(batch, seqlen_q, seqlen_k, heads, kv_heads, 128, 128, variant, "bf16")
+    jobs = precompile.jobs_of(precompile._case_attempts(case, "bwd"), ARCH)
+    (call,) = warmup.backward_calls([(128, 128)], [variant], ["bf16"], ARCH)
+    q_shape, k_shape = (torch.Size((batch, n, h, 128)) for n, h in ((seqlen_q, heads), (seqlen_k, kv_heads)))
+    config, of_groups = backward_backend.configured(call, q_shape, k_shape)
+    assert of_groups.shares > 1
+    wanted = jobs_of(call, config or default_of_backward(call), of_groups)
+    assert {job.key for job in jobs if not isinstance(job, Job)} == {job.key for job in wanted}
 
 
 def test_pretending_leaves_nothing_behind() -> None:

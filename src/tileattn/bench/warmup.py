@@ -18,8 +18,7 @@ from tileattn.call.decoding import DecodeCall, DecodeInputs
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.append.job import AppendJob
-from tileattn.kernels.tilelang.backward.library import kernel_jobs
-from tileattn.kernels.tilelang.backward.shares.last_wave import main_kernels
+from tileattn.kernels.tilelang.backward.shares.last_wave import all_jobs
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob
@@ -143,7 +142,7 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
     """The kernels of these calls for any sizes; for fp8 also those that transpose v."""
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
-    going_back = _distinct(job for call in backward for main in main_kernels(call) for job in kernel_jobs(*main))
+    going_back = _distinct(job for call in backward for job in all_jobs(call))
     return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back]
 
 

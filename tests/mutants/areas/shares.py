@@ -157,11 +157,16 @@ MUTANTS: list[Mutant] = [
             "last wave: other tiles for the first keys": (
                 "return unmasked, dataclasses.replace(split(call, config, shares), split=False)",
                 "return unmasked, default(unmasked)",
-            ), split=False)",
-                "default(unmasked)",
+            ),
+            "last wave: the tuner does not compile the first keys' kernel": (
+                "return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own",
+                "return own",
             ),
             "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
-            "last wave: no kernel of the first keys is warmed": ("return (*own, *before)", "return tuple(own)"),
+            "last wave: no kernel of the first keys is warmed": (
+                "return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))",
+                "return own",
+            ),
         },
     ),
     *mutants(
@@ -175,9 +180,10 @@ MUTANTS: list[Mutant] = [
             "shares: the parts are not added up": ("add_shares(call)(*by_share", "print(*by_share"),
             "shares: parts of 16 bits": ("x.shape[3]), dtype=torch.float32) for x", "x.shape[3])) for x"),
             "shares: the tuner measures whole groups": ("k_shape, scale, *of_groups(config)),", "k_shape, scale),"),
-            "shares: the tuner compiles whole groups": (
-                "lambda config: split(call, launched(config), of_groups(config).shares),",
-                "lambda config: config,",
+            "shares: the tuner compiles whole groups": ("jobs_of(call, launched(config), of_groups(config)),", "(),"),
+            "last wave: dq's kernel as for the later keys": (
+                "of_queries = _of_queries(call, q_shape, k_shape, scale)",
+                "of_queries = _of_queries(call, q_shape, later_shape, scale)",
             ),
             "last wave: the first keys are not launched": ("if whole_keys else None", "if whole_keys < 0 else None"),
             "last wave: all keys are shared as well": (

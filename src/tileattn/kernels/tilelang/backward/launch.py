@@ -23,10 +23,10 @@ from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import HopperBackwardConfig, leaving
-from .library import Kernels, add_shares, backward_kernels
+from .library import Kernels, add_shares, backward_kernels, main_kernel
 from .operand_gradients import AXES, STORED, Path, paths
 from .shares.choice import of_lengths, split
-from .shares.last_wave import Dealt, dealt, first_keys, later_keys, whole_part
+from .shares.last_wave import Dealt, dealt, first_keys, jobs_of, later_keys, whole_part
 from .shares.order import heads_together
 from .shares.side_by_side import heads_side_by_side
 from .space import backward_space as space_with
@@ -91,7 +91,7 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
         call,
         sizes_of(q_shape, k_shape),
         lambda config: prepare_backward_with(launched(config), call, q_shape, k_shape, scale, *of_groups(config)),
-        lambda config: split(call, launched(config), of_groups(config).shares),
+        lambda config: jobs_of(call, launched(config), of_groups(config)),
     )
 
 
@@ -120,7 +120,8 @@ def prepare_backward_with(
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     dq_dim = padded_finely(call.forward.head_dim) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)
-    of_main, of_queries = _scalars(call, config, q_shape, later_shape, scale, shares)
+    of_main = _of_main(call, config, q_shape, later_shape, scale, shares)
+    of_queries = _of_queries(call, q_shape, k_shape, scale)
     of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
@@ -213,18 +214,22 @@ def _shared(tuned: MainConfig | None, call: BackwardCall, shares: int, group: in
     return split(call, tuned or default(call), shares)
 
 
-def _scalars(
+def _of_main(
     call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, scale: float, shares: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The numbers that the main kernel takes of the call, and those of the kernel for dq alone."""
-    kv_heads = k_shape[2]
-    of_main: tuple[float, ...] = (scale, q_shape[2] // kv_heads)
-    of_queries = of_main
-    if not isinstance(config, BackwardConfig):
-        of_main += (heads_together(call, config, q_shape, k_shape, shares),)
-    if not isinstance(queries_default(call), BackwardConfig):
-        of_queries += (heads_side_by_side(call, q_shape, k_shape),)
-    return of_main, of_queries
+) -> tuple[float, ...]:
+    """The numbers that the main kernel takes of the call."""
+    numbers = (scale, q_shape[2] // k_shape[2])
+    if isinstance(config, BackwardConfig):
+        return numbers
+    return (*numbers, heads_together(call, config, q_shape, k_shape, shares))
+
+
+def _of_queries(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> tuple[float, ...]:
+    """The same for the kernel for dq alone."""
+    numbers = (scale, q_shape[2] // k_shape[2])
+    if isinstance(queries_default(call), BackwardConfig):
+        return numbers
+    return (*numbers, heads_side_by_side(call, q_shape, k_shape))
 
 
 def _cuts(call: BackwardCall, config: MainConfig) -> tuple[Cut, Cut | None]:
@@ -286,8 +291,8 @@ def _before(
     It takes (q, k, v, do, lse2, delta), (dk, dv) and dq's sums, and fills dk and dv of these keys.
     """
     call, config = whole_part(call, tuned or default(call), shares)
-    main = backward_kernels(call, config).main
-    numbers, _ = _scalars(call, config, q_shape, k_shape, scale, 1)
+    main = main_kernel(call, config)
+    numbers = _of_main(call, config, q_shape, k_shape, scale, 1)
     count = k_shape[1]
 
     def launch(rows: tuple[Tensor, ...], gradients: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:

@@ -43,6 +43,12 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
     return Kernels(functions["prepare"], functions["main"], functions.get("finish"), functions.get("queries"))
 
 
+@functools.cache
+def main_kernel(call: BackwardCall, config: MainConfig) -> Kernel:
+    """The main kernel of a call alone, as :func:`backward_kernels` finds it."""
+    return load(ensure_compiled(call, "main", config))["main"]
+
+
 def kernel_names(call: BackwardCall) -> tuple[str, ...]:
     """The names of a call's kernels."""
     return ("prepare", "main", "finish" if adds_dq(call) else "queries")

@@ -21,7 +21,7 @@ from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
 from .defaults import MainConfig, default
 from .hopper.config import HopperBackwardConfig, HopperWideConfig
-from .library import AnyBackwardJob, kernel_jobs
+from .library import AnyBackwardJob
 from .operand_gradients import paths
 
 SCHEDULES = {
@@ -50,13 +50,13 @@ def backward_space(
     call: BackwardCall,
     sizes: Sizes,
     prepare: Callable[[MainConfig], Callable[..., Any]],
-    launched: Callable[[MainConfig], MainConfig],
+    jobs: Callable[[MainConfig], Sequence[AnyBackwardJob]],
 ) -> Space:
     """The search space of a call.
 
     Args:
         prepare: makes a function of each configuration.
-        launched: the configuration of the main kernel that this function launches: split or not (shares/choice.py).
+        jobs: the kernels that this function launches.
     """
     present = default(call)
     return Space(
@@ -64,7 +64,7 @@ def backward_space(
         sizes=sizes,
         default=present,
         candidates=lambda: [config for config in candidates(call) if config != present],
-        compile=lambda configs: tuned.compiled(jobs(call, configs, launched)),
+        compile=lambda configs: tuned.compiled({config: jobs(config) for config in configs}),
         prepare=prepare,
         known=tuned_config(call, sizes) is not None,
         gradients=True,
@@ -124,10 +124,3 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
     elements = config.block_N * (head_dim + head_dim_v) + config.block_M * head_dim
     elements += (3 + kept) * config.block_N * config.block_M
     return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)
-
-
-def jobs(
-    call: BackwardCall, configs: Sequence[MainConfig], launched: Callable[[MainConfig], MainConfig]
-) -> dict[MainConfig, Sequence[AnyBackwardJob]]:
-    """The kernels of each configuration."""
-    return {config: kernel_jobs(call, launched(config)) for config in configs}

@@ -8,13 +8,15 @@ import torch
 from tileattn import Causal, SlidingWindow
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.defaults import default
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import split, workspace_bytes
 from tileattn.kernels.tilelang.backward.shares.last_wave import (
     Dealt,
+    all_jobs,
     dealt,
     first_keys,
     later_keys,
-    main_kernels,
     whole_part,
 )
 from tileattn.variant.key import encode
@@ -93,20 +95,24 @@ def test_the_workspace_is_at_most_as_large_as_q_in_float32() -> None:
 def test_both_launches_agree_on_the_sums_of_dq(dim: int, deterministic: bool) -> None:
     for mask in (None, Causal()):
         call = call_of(dim, mask, deterministic)
-        for kernel, config in main_kernels(call):
-            assert (config or default(kernel)).block_M == (config or default(call)).block_M
-            assert kernel.deterministic == deterministic
         of_first, config = whole_part(call, default(call), 2)
-        assert config.block_M == split(call, default(call), 2).block_M
         assert of_first == call_of(dim, None, deterministic)
-        assert config.adds_dq == default(call).adds_dq
+        shared = split(call, default(call), 2)
+        assert isinstance(config, HopperBackwardConfig)
+        assert isinstance(shared, HopperBackwardConfig)
+        assert config.is_valid(of_first.forward)
+        assert config.adds_dq == shared.adds_dq == (not deterministic and dim <= 128)
+        assert config.order(of_first.forward) == shared.order(call.forward)
+        assert config.block_M == shared.block_M
 
 
 def test_the_kernel_of_the_first_keys_is_compiled_ahead() -> None:
     causal = call_of(128, Causal())
-    assert whole_part(causal, default(causal), 2) in main_kernels(causal)
+    first, config = whole_part(causal, default(causal), 2)
+    assert BackwardJob(first, "main", config) in all_jobs(causal)
+    assert {job.call for job in all_jobs(causal) if isinstance(job, BackwardJob)} == {causal, first}
     window = call_of(128, SlidingWindow(100, 0))
-    assert all(call == window for call, _ in main_kernels(window))
+    assert {job.call for job in all_jobs(window) if isinstance(job, BackwardJob)} == {window}
 
 
 def test_shapes_of_keys() -> None:

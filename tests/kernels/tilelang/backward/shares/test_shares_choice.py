@@ -18,6 +18,7 @@ from tileattn.kernels.tilelang.backward.defaults import MainConfig, default, sho
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import Kernels, SharesJob, kernel_jobs
 from tileattn.kernels.tilelang.backward.shares.choice import chosen, configurations, of_lengths, split, workspace_bytes
+from tileattn.kernels.tilelang.backward.shares.side_by_side import heads_side_by_side
 from tileattn.variant.key import encode
 
 SLOTS = 132
@@ -215,6 +216,22 @@ def test_a_search_compiles_and_measures_what_will_be_launched(monkeypatch: pytes
     assert asked == [(space.default, 3, 0), (space.default, kernel_jobs(call, split(call, space.default, 3)))]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_search_compiles_the_kernel_of_the_first_keys(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    asked: dict[Any, Any] = {}
+    monkeypatch.setattr("tileattn.kernels.tilelang.tuned.compiled", lambda jobs: iter(asked.update(jobs) or ()))
+    call = call_of(128, Causal() if causal else None)
+    space = launch.backward_space(call, *shapes(1, 1225, 16, 1, 128, 19349), 0.125)
+    assert space is not None
+    list(space.compile([space.default]))
+    *own, sums, first = asked[space.default]
+    assert (*own, sums) == kernel_jobs(call, split(call, space.default, 3))
+    assert first.call == call_of(128)
+    assert first.name == "main"
+    assert first.config == (HopperBackwardConfig(64) if causal else space.default)
+
+
 class Launched:
     """Kernels that note what they are launched with."""
 
@@ -223,6 +240,7 @@ class Launched:
         self.config: MainConfig | None = None
         self.configs: list[tuple[BackwardCall, MainConfig | None]] = []
         monkeypatch.setattr(launch, "backward_kernels", self.kernels)
+        monkeypatch.setattr(launch, "main_kernel", lambda call, config: self.kernels(call, config).main)
         monkeypatch.setattr(launch, "add_shares", lambda call: self.noting("add"))
 
     def noting(self, name: str) -> Callable[..., None]:
@@ -279,6 +297,19 @@ def test_other_calls_have_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(launched.given) == ["prepare", "main", "finish"]
     assert launched.config is None
     assert [x.data_ptr() for x in launched.given["main"][6:8]] == [dk.data_ptr(), dv.data_ptr()]
+
+
+def test_the_kernel_for_dq_alone_reads_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that as many heads run side by side as have all their keys in the L2 cache."""
+    launched = Launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    call = call_of(128, Causal(), deterministic=True)
+    sizes = 2, 3587, 32, 4, 12539
+    q_shape, k_shape = shapes(*sizes[:4], 128, *sizes[4:])
+    assert launch.configured(call, q_shape, k_shape)[1].whole_keys > 0
+    backward(call, *sizes)
+    assert launched.given["queries"][-1] == heads_side_by_side(call, q_shape, k_shape) == 32
+    assert launched.given["queries"][1].shape == k_shape
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -55,6 +55,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         return Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     monkeypatch.setattr(backend, "backward_kernels", kernels)
+    monkeypatch.setattr(backend, "main_kernel", lambda call, config: kernels(call, config).main)
     monkeypatch.setattr(
         backend, "add_shares", functools.cache(lambda call: Kernel(add_kernel(call.forward.dtype), folder))
     )

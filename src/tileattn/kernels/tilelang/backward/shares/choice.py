@@ -16,7 +16,7 @@ from ..defaults import SHORT, MainConfig, default, short_default
 from ..hopper.config import HopperBackwardConfig, HopperWideConfig
 from ..hopper.preferences import plainest
 from .side_by_side import kv_heads_side_by_side
-from .waves import WORTHWHILE, Costs, Groups, best_shares, costs_of, predicted, visible_tiles
+from .waves import MANY_WAVES, WORTHWHILE, Costs, Groups, best_shares, costs_of, predicted, visible_tiles
 
 # Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
 # the products (C7512). And the queries that the kernel takes instead.
@@ -24,7 +24,7 @@ CROWDED, UNCROWDED = 80, 64
 # Tiles of 80 queries take 0.95 of the time of as many scores in tiles of 64. But under a causal mask, and where 80 does
 # not divide the queries, more of their scores are hidden (35 calls, benchmarks/results/backward/tiles-h200.txt).
 WIDE_TIME = 0.95
-LARGEST = 2**31 - 1  # elements of dk or dv that add.py can number
+LARGEST = 2**31 - 1  # elements of dk or dv, which add.py numbers in 32 bits
 # Windows, documents and the like say only in the call how many queries see a key. So many are reckoned with, and a
 # split must be predicted to save more than where they are known.
 SEEN, UNSURE = 1024, 0.96
@@ -112,6 +112,8 @@ def chosen(
     if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config):
         return 1
     slots = multiprocessors() if slots is None else slots
+    if -(-k_shape[1] // config.block_N) * k_shape[0] * k_shape[2] > MANY_WAVES * slots:
+        return 1
     whole_groups, whole_costs = work(call, config, q_shape, k_shape, slots)
     whole = predicted(whole_groups, 1, slots, whole_costs)
     groups, costs = work(call, split(call, config, 2), q_shape, k_shape, slots)

@@ -4,8 +4,8 @@ Where the blocks of a call fill some waves and little of one more, only the last
 kernel is launched for the first keys with a block for each group, and then for the others with several blocks for each.
 What the parts of dk and dv take, in memory and traffic, shrinks with the keys.
 
-The two launches follow one another, so blocks of the first must be equally long: all queries see its keys. Under a
-causal mask such keys are those before the first query's position.
+The second launch starts only when the first has ended. So the first one's blocks must all take equally long: all
+queries see its keys. Under a causal mask such keys are those up to the first query's position.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from .....call.facts import CAUSAL, BackwardCall
 from ..defaults import MainConfig, default
+from ..library import AnyBackwardJob, BackwardJob, kernel_jobs
 from .choice import chosen, configurations, is_known, may_split, most_shares, multiprocessors, split, work
 from .waves import LAUNCH_SECONDS, MANY_WAVES, WORTHWHILE, predicted
 
@@ -30,7 +31,7 @@ class Dealt(NamedTuple):
 
     Attributes:
         shares: blocks for each tile of keys of a kv head, of which each has a share of the group.
-        whole_keys: the keys, from the first on, that have one block instead.
+        whole_keys: how many keys, from the first on, have one block for a whole group instead.
     """
 
     shares: int = 1
@@ -78,12 +79,27 @@ def whole_part(call: BackwardCall, config: MainConfig, shares: int) -> tuple[Bac
     return unmasked, dataclasses.replace(split(call, config, shares), split=False)
 
 
-def main_kernels(call: BackwardCall) -> tuple[tuple[BackwardCall, MainConfig | None], ...]:
-    """The main kernels that a call may get for some sizes, without the tuner; None is the default configuration."""
-    own = ((call, config) for config in configurations(call))
-    config = default(call)
-    before = (whole_part(call, config, 2),) if may_split(call, config) and is_known(call) else ()
-    return (*own, *before)
+def jobs_of(call: BackwardCall, config: MainConfig, of_groups: Dealt) -> tuple[AnyBackwardJob, ...]:
+    """The kernels of a call whose groups are dealt so.
+
+    config: of the main kernel without shares.
+    """
+    shares, whole_keys = of_groups
+    own = kernel_jobs(call, split(call, config, shares))
+    return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own
+
+
+def all_jobs(call: BackwardCall) -> tuple[AnyBackwardJob, ...]:
+    """The kernels that a call may get for some sizes, without the tuner."""
+    own = tuple(job for config in configurations(call) for job in kernel_jobs(call, config))
+    if not may_split(call, default(call)) or not is_known(call):
+        return own
+    return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))
+
+
+def _main_of_first(call: BackwardCall, config: MainConfig, shares: int) -> tuple[BackwardCall, str, MainConfig]:
+    first, of_first = whole_part(call, config, shares)
+    return first, "main", of_first
 
 
 def first_keys(k_shape: torch.Size, whole_keys: int) -> torch.Size:

@@ -166,7 +166,11 @@ def _blocks(groups: Groups, shares: int, costs: Costs) -> Iterator[float]:
 
 def run_time(groups: Groups, shares: int, slots: int, costs: Costs) -> float:
     """The time of the main kernel alone."""
-    return finish_time(_blocks(groups, shares, costs), slots)
+    blocks = _blocks(groups, shares, costs)
+    number = len(groups.tiles) * groups.batch * groups.kv_heads * shares
+    if number > MANY_WAVES * slots:  # the end is not worth the host's time
+        return sum(blocks) / slots * (1 + slots / (2 * number))
+    return finish_time(blocks, slots)
 
 
 def finish_time(blocks: Iterable[float], slots: int) -> float:
