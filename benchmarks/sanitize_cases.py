@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from torch.nn import functional
 
 import tileattn
 from tileattn import ALiBi, Bias, BlockSparse, Causal, Documents, Mask, SlidingWindow, SoftCap, Strided
+from tileattn.call.facts import CAUSAL, BackwardCall
 from tileattn.call.fp8 import FP8, quantize_fp8
 from tileattn.call.inputs import Inputs, Operands
+from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.backward.shares.last_wave import Dealt
 from tileattn.runtime import operators as ops
+from tileattn.tuner.state import forget_prepared
 from tileattn.variant.key import encode
 
 BATCH = 2
@@ -43,6 +48,7 @@ PACKED_SIZES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 PACKED_HEADS = (4, 2)
 BEYOND = (0, 10**6, -(10**6))  # what is added to the cumulative lengths: all but 0 leads out of the tensors
 BF16, FP16 = torch.bfloat16, torch.float16
+TILE = 128  # keys in a tile of the kernel whose blocks share groups
 
 Launch = Callable[[], Sequence[Tensor]]
 
@@ -155,7 +161,8 @@ def _varlen(*arguments: Any, **named: Any) -> Sequence[Tensor]:
 class BackwardCase(Case):
     """The kernels of a backward pass, without the forward pass; of its kind may be "deterministic" and "dlse", too.
 
-    "dalibi" and "dbias" ask for the gradient of the slopes, or of the bias.
+    "dalibi" and "dbias" ask for the gradient of the slopes, or of the bias. With "shares" two blocks share each group
+    of heads: of the keys behind the first tile if all queries see that one, else of all keys.
     """
 
     @property
@@ -184,7 +191,23 @@ class BackwardCase(Case):
         options = ops.Options(variant, q.shape[3] ** -0.5, "tilelang", deterministic="deterministic" in self.terms)
         inputs = Inputs(q, k, v, sink, Operands(tensors, operands.ints, operands.floats))
         needs = (True, True, True, sink is not None, *of_tensors)
-        return lambda: ops.run_backward(options, inputs, needs, o, lse, do, dlse)
+
+        def run() -> Sequence[Tensor]:
+            return ops.run_backward(options, inputs, needs, o, lse, do, dlse)  # type: ignore[no-any-return]
+
+        return partial(self._with_shares, run) if "shares" in self.terms else run
+
+    def _with_shares(self, run: Launch) -> Sequence[Tensor]:
+        def dealt(call: BackwardCall, _: Any, q_shape: torch.Size, k_shape: torch.Size) -> Dealt:
+            seen = {"": k_shape[1] - 1, CAUSAL: k_shape[1] - q_shape[1] + 1}.get(call.forward.variant, 0)
+            return Dealt(2, TILE if seen >= TILE else 0) if q_shape[2] > k_shape[2] else Dealt()
+
+        forget_prepared()  # what was prepared for these sizes without shares
+        try:
+            with mock.patch.object(backward_launch, "dealt", dealt):
+                return run()
+        finally:
+            forget_prepared()
 
 
 @dataclass(frozen=True)
@@ -264,6 +287,13 @@ BACKWARD = (
     BackwardCase(BF16, 128, 128, "causal+alibi+dalibi+softcap"),
     *(BackwardCase(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("strided", "strided+deterministic")),
     *(BackwardCase(BF16, dim, dim, kind) for dim in (80, 112) for kind in ("full", "causal")),  # padding left out
+    *(
+        BackwardCase(BF16, dim, dim, f"{kind}+shares")
+        for dim in (64, 128)
+        for kind in ("full", "causal", "window", "documents", "full+deterministic")
+    ),
+    BackwardCase(BF16, 80, 80, "full+shares"),
+    BackwardCase(BF16, 160, 160, "causal+shares"),
     BackwardCase(FP16, 96, 96, "causal"),
     BackwardCase(BF16, 96, 96, "documents"),
     *(BackwardCase(BF16, 256, 256, kind) for kind in _WIDE),
