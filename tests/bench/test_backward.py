@@ -318,10 +318,12 @@ def test_memory_names_the_parts_of_dk_and_dv(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
     few = cases.Case(1, 3072, 3072, 28, 4, 64, 64, "full", "bf16")
     whole = replace(few, kv_heads=28)
-    assert workspaces.parts_of_gradients(few, "sm_90a") == (3, 3 * 3072 * 4 * 2 * 64 * 4)
-    assert workspaces.parts_of_gradients(whole, "sm_90a") == (1, 0)
-    assert workspaces.lines([few, whole], "sm_90a") == [
-        f"{few.name}: 18.0 MiB of tileattn's memory are parts of dk and dv, of 3 shares of heads"
+    assert workspaces.parts_of_gradients(few, "sm_90a") == (3, 3072, 3 * 3072 * 4 * 2 * 64 * 4)
+    assert workspaces.parts_of_gradients(whole, "sm_90a") == (1, 3072, 0)
+    cut = cases.Case(1, 17608, 17608, 12, 3, 64, 64, "full", "bf16")  # 16896 keys fill three waves
+    assert workspaces.lines([few, whole, cut], "sm_90a") == [
+        f"{few.name}: 18.0 MiB of tileattn's memory are parts of dk and dv, of 3 shares of heads",
+        f"{cut.name}: 4.2 MiB of tileattn's memory are parts of dk and dv, of 4 shares of heads for the last 712 keys",
     ]
 
 

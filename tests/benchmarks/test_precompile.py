@@ -24,9 +24,9 @@ from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import default as default_of_backward
+from tileattn.kernels.tilelang.backward.jobs import jobs_of
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import of_lengths
-from tileattn.kernels.tilelang.backward.shares.last_wave import jobs_of
 from tileattn.kernels.tilelang.build.batch import compile_job
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch

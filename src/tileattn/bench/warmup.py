@@ -18,7 +18,7 @@ from tileattn.call.decoding import DecodeCall, DecodeInputs
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.append.job import AppendJob
-from tileattn.kernels.tilelang.backward.shares.last_wave import all_jobs
+from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob
@@ -147,7 +147,10 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
 
 
 def _distinct(given: Iterable[AnyJob]) -> list[AnyJob]:
-    return list({job.key: job for job in given}.values())
+    found: dict[str, AnyJob] = {}
+    for job in given:
+        found.setdefault(job.key, job)
+    return list(found.values())
 
 
 Call = TypeVar("Call", DecodeCall, AppendCall)

@@ -129,6 +129,7 @@ HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library
 HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
+HOST |= {"backward.jobs", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
 
 

@@ -146,8 +146,8 @@ def test_rows_of_a_function_have_no_ranges_to_look_for() -> None:
 
 def test_both_kernels_of_a_backward_pass_have_lists_or_none() -> None:
     call = backward_of(make_call(MASKS["function"], dim=256))
-    config, shares = backward_launch.configured(call, shape(4096, 256), shape(4096, 256))
-    assert shares == 1
+    config, of_groups = backward_launch.configured(call, shape(4096, 256), shape(4096, 256))
+    assert of_groups == (1, 0)
     assert config is not None
     assert config.listed  # type: ignore[union-attr]
     assert listed_as(config, queries_default(call)).listed  # type: ignore[union-attr]

@@ -152,17 +152,23 @@ MUTANTS: list[Mutant] = [
             "last wave: queries that do not see the first keys": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - 1 if"),
             "last wave: a key less than all queries see": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - q_shape[1] if"),
             "last wave: as if all keys had parts": ("most_shares(call, q_shape, later)", "q_shape[2]"),
-            "last wave: masks whose tiles are guessed": (" or not is_known(call):", ":"),
+            "last wave: masks whose tiles are guessed": (" or not may_split(call, config) or not is_known(call):", ":"),
             "last wave: the first keys under a mask": ("if call.forward.variant != CAUSAL:", "if True:"),
             "last wave: other tiles for the first keys": (
                 "return unmasked, dataclasses.replace(split(call, config, shares), split=False)",
                 "return unmasked, default(unmasked)",
             ),
+            "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/jobs.py",
+        (*LAST, *CHOICE),
+        {
             "last wave: the tuner does not compile the first keys' kernel": (
                 "return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own",
                 "return own",
             ),
-            "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
             "last wave: no kernel of the first keys is warmed": (
                 "return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))",
                 "return own",
@@ -187,8 +193,8 @@ MUTANTS: list[Mutant] = [
             ),
             "last wave: the first keys are not launched": ("if whole_keys else None", "if whole_keys < 0 else None"),
             "last wave: all keys are shared as well": (
-                "its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])",
-                "its = rows",
+                "rows = (q, k[:, whole_keys:], v[:, whole_keys:], *others)",
+                "pass",
             ),
             "last wave: sums are added up from the first key on": (
                 "for x in gradients), whole_keys)",

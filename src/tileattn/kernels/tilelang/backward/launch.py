@@ -23,14 +23,16 @@ from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import HopperBackwardConfig, leaving
+from .jobs import jobs_of
 from .library import Kernels, add_shares, backward_kernels, main_kernel
-from .operand_gradients import AXES, STORED, Path, paths
+from .operand_gradients import paths
 from .shares.choice import of_lengths, split
-from .shares.last_wave import Dealt, dealt, first_keys, jobs_of, later_keys, whole_part
+from .shares.last_wave import Dealt, dealt, first_keys, later_keys, whole_part
 from .shares.order import heads_together
 from .shares.side_by_side import heads_side_by_side
 from .space import backward_space as space_with
 from .space import tuned_config
+from .tensor_gradients import tensor_gradients, written_to
 from .two_streams import launch_beside, runs_beside
 from .workspaces import BatchWorkspaces, PackedWorkspaces, rows_of
 
@@ -108,7 +110,7 @@ def prepare_backward_with(
 
     Args:
         shares: blocks that share the query heads of a group.
-        whole_keys: the first keys, whose groups have one block all the same (shares/last_wave.py).
+        whole_keys: how many keys, from the first on, have one block for a whole group instead (shares/last_wave.py).
     """
     heads = q_shape[2]
     before = _before(call, tuned, q_shape, first_keys(k_shape, whole_keys), scale, shares) if whole_keys else None
@@ -134,7 +136,7 @@ def prepare_backward_with(
         return _plain(kernels, of_batch, dq_dim, own_order, of_main)
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
-        q, k, v, sink, operands, dropout, packed, _, out = inputs
+        q, k, v, _, operands, dropout, packed, _, out = inputs
         if q.shape[1] == 0 or k.shape[1] == 0:
             return _nothing(call)(inputs, o, lse, do, dlse)
         workspaces = PackedWorkspaces(call, q, k, packed, cuts) if packed is not None else of_batch
@@ -147,9 +149,7 @@ def prepare_backward_with(
             q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         of_lse = () if dlse is None else (dlse.contiguous(),)
         kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
-        written_out = [
-            _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
-        ]
+        written_out = written_to(operand_paths, workspaces, operands, leaves)
         tensors, numbers = _of_variant(operands, dropout, heads)
 
         def of_lists(cut: Cut | None) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -160,12 +160,7 @@ def prepare_backward_with(
         lists, steps = of_lists(cut_of_main)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
-        its, parts = rows, (dk, dv)
-        if before is not None:
-            its = (q, k[:, whole_keys:], v[:, whole_keys:], *rows[3:])
-            parts = (dk[:, whole_keys:], dv[:, whole_keys:])
-        if shares > 1:
-            parts = _parts(shares, *parts)
+        its, parts = _of_later(rows, (dk, dv), shares, whole_keys)
 
         def run_main() -> None:  # allocates nothing: it may run on a second stream
             if before is not None:
@@ -185,13 +180,25 @@ def prepare_backward_with(
             kernels.finish(*workspaces.work(tiles[2]), dq, *ordered, scale)
         if whole:
             return Gradients(dq, dk, dv, None, ())
-        dsink = None
-        if sink is not None and call.needs[3]:
-            dsink = _sink_gradient(sink, lse, workspaces.by_row(delta), packed)
-        wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
-        return Gradients(*wanted, dsink, _tensor_gradients(call, operand_paths, written_out, operands, workspaces))
+        of_tensors = tensor_gradients(call, operand_paths, written_out, operands, workspaces)
+        return _wanted(call, (dq, dk, dv), inputs, lse, workspaces.by_row(delta), of_tensors)
 
     return backward
+
+
+def _wanted(
+    call: BackwardCall,
+    gradients: tuple[Tensor, ...],
+    inputs: Inputs,
+    lse: Tensor,
+    delta: Tensor,
+    of_tensors: tuple[Tensor | None, ...],
+) -> Gradients:
+    """The gradients that a call needs, with the sink's."""
+    dsink = None
+    if inputs.sink is not None and call.needs[3]:
+        dsink = _sink_gradient(inputs.sink, lse, delta, inputs.packed)
+    return Gradients(*(x if need else None for x, need in zip(gradients, call.needs)), dsink, of_tensors)
 
 
 def _launch(main: Callable[[], None], queries: Callable[[], None] | None, beside: torch.device | None) -> None:
@@ -302,6 +309,17 @@ def _before(
     return launch
 
 
+def _of_later(
+    rows: tuple[Tensor, ...], gradients: tuple[Tensor, ...], shares: int, whole_keys: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What the launch for the keys from `whole_keys` on takes: (q, k, v, ...), and where it stores dk and dv."""
+    if whole_keys:
+        q, k, v, *others = rows
+        rows = (q, k[:, whole_keys:], v[:, whole_keys:], *others)
+        gradients = tuple(x[:, whole_keys:] for x in gradients)
+    return rows, gradients if shares == 1 else _parts(shares, *gradients)
+
+
 def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
     """The workspaces of the shares' float32 parts of dk and dv, side by side for each key."""
     return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
@@ -347,55 +365,3 @@ def _of_variant(
         return (), (*operands.ints, *operands.floats)
     seeds, of_pattern = pattern_arguments(dropout, heads)
     return (*seeds, *map(as_bytes, operands.tensors)), (*of_pattern, *operands.ints, *operands.floats)
-
-
-def _workspace(path: Path, workspaces: BatchWorkspaces | PackedWorkspaces, operands: Operands, leaves: bool) -> Tensor:
-    """The zeroed workspace that the main kernel writes a path's gradients to.
-
-    Args:
-        leaves: whether the kernel stores by TMA, for which rows must begin at multiples of 16 bytes.
-    """
-    tensor = operands.tensors[path.tensor]
-    shape = workspaces.shapes.get(path.way, tensor.shape)
-    dtype = tensor.dtype if path.way == STORED else torch.float32
-    if not leaves:
-        return tensor.new_zeros(shape, dtype=dtype)
-    *outer, columns = shape
-    step = 16 // dtype.itemsize
-    return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
-
-
-def _tensor_gradients(
-    call: BackwardCall,
-    operand_paths: tuple[Path, ...],
-    parts: list[Tensor],
-    operands: Operands,
-    workspaces: BatchWorkspaces | PackedWorkspaces,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the variant's tensors; None where none is wanted."""
-    return tuple(
-        _tensor_gradient(index, operand_paths, parts, operands, workspaces) if need else None
-        for index, need in enumerate(call.needs[4:])
-    )
-
-
-def _tensor_gradient(
-    index: int,
-    operand_paths: tuple[Path, ...],
-    parts: list[Tensor],
-    operands: Operands,
-    workspaces: BatchWorkspaces | PackedWorkspaces,
-) -> Tensor:
-    """The gradient of one of the variant's tensors, from what the main kernel wrote for each path."""
-    tensor = operands.tensors[index]
-    its = [(path, part) for path, part in zip(operand_paths, parts) if path.tensor == index]
-    whole = [part for path, part in its if path.way not in AXES]
-    if len(its) == len(whole) == 1:
-        return whole[0].to(tensor.dtype)
-    total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
-    for part in whole:
-        total += part
-    for path, part in its:
-        if path.way in AXES:
-            workspaces.add_up(total, path, part, operands)
-    return total.to(tensor.dtype)

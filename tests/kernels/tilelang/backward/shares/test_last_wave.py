@@ -9,11 +9,11 @@ from tileattn import Causal, SlidingWindow
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.defaults import default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import split, workspace_bytes
 from tileattn.kernels.tilelang.backward.shares.last_wave import (
     Dealt,
-    all_jobs,
     dealt,
     first_keys,
     later_keys,

@@ -18,8 +18,7 @@ import torch
 
 from .....call.facts import CAUSAL, BackwardCall
 from ..defaults import MainConfig, default
-from ..library import AnyBackwardJob, BackwardJob, kernel_jobs
-from .choice import chosen, configurations, is_known, may_split, most_shares, multiprocessors, split, work
+from .choice import chosen, is_known, may_split, most_shares, multiprocessors, split, work
 from .waves import LAUNCH_SECONDS, MANY_WAVES, WORTHWHILE, predicted
 
 LEFT_WAVES = 2  # for how many waves' keys groups may be shared: the last one, and the one before
@@ -77,29 +76,6 @@ def whole_part(call: BackwardCall, config: MainConfig, shares: int) -> tuple[Bac
     if default(unmasked).block_M == split(call, config, shares).block_M:
         return unmasked, default(unmasked)
     return unmasked, dataclasses.replace(split(call, config, shares), split=False)
-
-
-def jobs_of(call: BackwardCall, config: MainConfig, of_groups: Dealt) -> tuple[AnyBackwardJob, ...]:
-    """The kernels of a call whose groups are dealt so.
-
-    config: of the main kernel without shares.
-    """
-    shares, whole_keys = of_groups
-    own = kernel_jobs(call, split(call, config, shares))
-    return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own
-
-
-def all_jobs(call: BackwardCall) -> tuple[AnyBackwardJob, ...]:
-    """The kernels that a call may get for some sizes, without the tuner."""
-    own = tuple(job for config in configurations(call) for job in kernel_jobs(call, config))
-    if not may_split(call, default(call)) or not is_known(call):
-        return own
-    return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))
-
-
-def _main_of_first(call: BackwardCall, config: MainConfig, shares: int) -> tuple[BackwardCall, str, MainConfig]:
-    first, of_first = whole_part(call, config, shares)
-    return first, "main", of_first
 
 
 def first_keys(k_shape: torch.Size, whole_keys: int) -> torch.Size:
