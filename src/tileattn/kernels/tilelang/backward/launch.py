@@ -128,7 +128,8 @@ def prepare_backward_with(
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     whole = call.needs == (True, True, True, False)
-    listed, (cut_of_main, cut_of_queries) = own_order and config.listed, _cuts(call, config)
+    listed = own_order and config.listed
+    cut_of_main, cut_of_queries = _cuts(call, config) if listed else (None, None)
     sizes = Sizes(q_shape[0], heads, q_shape[1], k_shape[1])
     beside = runs_beside(call, config, q_shape, k_shape)
     if of_batch is not None and whole and shares == 1 and not listed and _is_plain(call, kernels):
@@ -152,12 +153,7 @@ def prepare_backward_with(
         written_out = written_to(operand_paths, workspaces, operands, leaves)
         tensors, numbers = _of_variant(operands, dropout, heads)
 
-        def of_lists(cut: Cut | None) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-            if not listed or cut is None:
-                return (), ()
-            return arguments_of(lists_of(call.forward.variant, operands, sizes, cut, q.device))
-
-        lists, steps = of_lists(cut_of_main)
+        lists, steps = _of_lists(call, operands, sizes, cut_of_main, q.device)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         its, parts = _of_later(rows, (dk, dv), shares, whole_keys)
@@ -171,7 +167,7 @@ def prepare_backward_with(
 
         def run_queries() -> None:
             assert kernels.queries is not None
-            lists, steps = of_lists(cut_of_queries)
+            lists, steps = _of_lists(call, operands, sizes, cut_of_queries, q.device)
             kernels.queries(*of_tiles, *rows, dq, *lists, *tensors, *of_queries, *steps, *numbers)
 
         of_tiles = () if kernels.queries is None else workspaces.work(tiles[1])
@@ -199,6 +195,15 @@ def _wanted(
     if inputs.sink is not None and call.needs[3]:
         dsink = _sink_gradient(inputs.sink, lse, delta, inputs.packed)
     return Gradients(*(x if need else None for x, need in zip(gradients, call.needs)), dsink, of_tensors)
+
+
+def _of_lists(
+    call: BackwardCall, operands: Operands, sizes: Sizes, cut: Cut | None, device: torch.device
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The lists of tiles that a kernel takes, and their steps; none without a cut."""
+    if cut is None:
+        return (), ()
+    return arguments_of(lists_of(call.forward.variant, operands, sizes, cut, device))
 
 
 def _launch(main: Callable[[], None], queries: Callable[[], None] | None, beside: torch.device | None) -> None:
