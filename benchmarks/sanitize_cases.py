@@ -20,11 +20,11 @@ from torch.nn import functional
 
 import tileattn
 from tileattn import ALiBi, Bias, BlockSparse, Causal, Documents, Mask, SlidingWindow, SoftCap, Strided
-from tileattn.call.facts import CAUSAL, BackwardCall
+from tileattn.call.facts import BackwardCall
 from tileattn.call.fp8 import FP8, quantize_fp8
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import launch as backward_launch
-from tileattn.kernels.tilelang.backward.shares.last_wave import Dealt
+from tileattn.kernels.tilelang.backward.shares.last_wave import Dealt, most_whole_keys
 from tileattn.runtime import operators as ops
 from tileattn.tuner.state import forget_prepared
 from tileattn.variant.key import encode
@@ -199,8 +199,8 @@ class BackwardCase(Case):
 
     def _with_shares(self, run: Launch) -> Sequence[Tensor]:
         def dealt(call: BackwardCall, _: Any, q_shape: torch.Size, k_shape: torch.Size) -> Dealt:
-            seen = {"": k_shape[1] - 1, CAUSAL: k_shape[1] - q_shape[1] + 1}.get(call.forward.variant, 0)
-            return Dealt(2, TILE if seen >= TILE else 0) if q_shape[2] > k_shape[2] else Dealt()
+            cut = most_whole_keys(call, q_shape, k_shape) >= TILE
+            return Dealt(2, TILE if cut else 0) if q_shape[2] > k_shape[2] else Dealt()
 
         forget_prepared()  # what was prepared for these sizes without shares
         try:

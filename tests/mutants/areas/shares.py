@@ -145,20 +145,36 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        f"{SHARES}/choice.py",
+        LAST,
+        {
+            "last wave: however many blocks": (
+                "return whole_blocks(config, k_shape) <= MANY_WAVES * slots",
+                "return True",
+            )
+        },
+    ),
+    *mutants(
         f"{SHARES}/last_wave.py",
         LAST,
         {
             "last wave: never": ("found, least = Dealt(shares, whole_keys), time", "least = time"),
-            "last wave: queries that do not see the first keys": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - 1 if"),
-            "last wave: a key less than all queries see": ("seqlen_k - q_shape[1] + 1 if", "seqlen_k - q_shape[1] if"),
+            "last wave: queries that do not see the first keys": (
+                "hidden = q_shape[1] - 1 if call.forward.variant == CAUSAL else 0",
+                "hidden = 0",
+            ),
+            "last wave: no key is left to share": ("max(hidden, 1)", "hidden"),
+            "last wave: a key less than all queries see": (
+                "hidden = q_shape[1] - 1 if",
+                "hidden = q_shape[1] if",
+            ),
             "last wave: as if all keys had parts": ("most_shares(call, q_shape, later)", "q_shape[2]"),
-            "last wave: masks whose tiles are guessed": (" or not may_split(call, config) or not is_known(call):", ":"),
+            "last wave: masks whose tiles are guessed": ("if not is_known(call):", "if False:"),
             "last wave: the first keys under a mask": ("if call.forward.variant != CAUSAL:", "if True:"),
             "last wave: other tiles for the first keys": (
                 "return unmasked, dataclasses.replace(split(call, config, shares), split=False)",
                 "return unmasked, default(unmasked)",
             ),
-            "last wave: however many blocks": ("slots < blocks <= MANY_WAVES * slots", "slots < blocks"),
         },
     ),
     *mutants(
@@ -166,11 +182,11 @@ MUTANTS: list[Mutant] = [
         (*LAST, *CHOICE),
         {
             "last wave: the tuner does not compile the first keys' kernel": (
-                "return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own",
+                "return (*own, _of_first_keys(call, config, shares)) if whole_keys else own",
                 "return own",
             ),
             "last wave: no kernel of the first keys is warmed": (
-                "return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))",
+                "return (*own, _of_first_keys(call, default(call), 2))",
                 "return own",
             ),
         },

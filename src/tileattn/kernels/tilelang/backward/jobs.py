@@ -16,7 +16,7 @@ def jobs_of(call: BackwardCall, config: MainConfig, of_groups: Dealt) -> tuple[A
     """
     shares, whole_keys = of_groups
     own = kernel_jobs(call, split(call, config, shares))
-    return (*own, BackwardJob(*_main_of_first(call, config, shares))) if whole_keys else own
+    return (*own, _of_first_keys(call, config, shares)) if whole_keys else own
 
 
 def all_jobs(call: BackwardCall) -> tuple[AnyBackwardJob, ...]:
@@ -24,9 +24,9 @@ def all_jobs(call: BackwardCall) -> tuple[AnyBackwardJob, ...]:
     own = tuple(job for config in configurations(call) for job in kernel_jobs(call, config))
     if call.forward.variant != CAUSAL or not may_split(call, default(call)):
         return own  # the first keys have no other kernel
-    return (*own, BackwardJob(*_main_of_first(call, default(call), 2)))
+    return (*own, _of_first_keys(call, default(call), 2))
 
 
-def _main_of_first(call: BackwardCall, config: MainConfig, shares: int) -> tuple[BackwardCall, str, MainConfig]:
+def _of_first_keys(call: BackwardCall, config: MainConfig, shares: int) -> BackwardJob:
     first, of_first = whole_part(call, config, shares)
-    return first, "main", of_first
+    return BackwardJob(first, "main", of_first)

@@ -66,6 +66,8 @@ def test_under_a_causal_mask_all_queries_see_the_first_keys() -> None:
     assert of(causal, 1, 1225, 16, 1, 16895 + 1225 - 1).whole_keys == 0
     assert of(causal, 1, 1225, 16, 1, 16896 + 1225 - 1).whole_keys == 132 * 128
     assert of(causal, 1, 19349, 16, 1).whole_keys == 0
+    # One query sees all keys. They fill two waves, so none would be left.
+    assert of(causal, 1, 1, 8, 1, 2 * 132 * 128) == Dealt()
 
 
 def test_masks_whose_tiles_are_guessed_are_not_cut() -> None:

@@ -93,6 +93,18 @@ def is_known(call: BackwardCall) -> bool:
     return call.forward.variant in ("", CAUSAL)
 
 
+def is_modelled(call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int) -> bool:
+    """Whether groups may be split, there is something to compute, and the last wave matters."""
+    if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config):
+        return False
+    return whole_blocks(config, k_shape) <= MANY_WAVES * slots
+
+
+def whole_blocks(config: MainConfig, k_shape: torch.Size) -> int:
+    """The blocks of a main kernel without shares: one for each tile of keys of each kv head."""
+    return -(-k_shape[1] // config.block_N) * k_shape[0] * k_shape[2]
+
+
 def configurations(call: BackwardCall) -> tuple[MainConfig | None, ...]:
     """The main kernels that a call may get for some sizes, without the tuner; None is the default."""
     whole = dict.fromkeys((None, short_default(call)))
@@ -109,10 +121,8 @@ def chosen(
         config: of the main kernel without shares.
         slots: multiprocessors of the device, of which each runs one block. Default: those of the current one.
     """
-    if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config):
-        return 1
     slots = multiprocessors() if slots is None else slots
-    if -(-k_shape[1] // config.block_N) * k_shape[0] * k_shape[2] > MANY_WAVES * slots:
+    if not is_modelled(call, config, q_shape, k_shape, slots):
         return 1
     whole_groups, whole_costs = work(call, config, q_shape, k_shape, slots)
     whole = predicted(whole_groups, 1, slots, whole_costs)

@@ -11,15 +11,15 @@ queries see its keys. Under a causal mask such keys are those up to the first qu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from .....call.facts import CAUSAL, BackwardCall
 from ..defaults import MainConfig, default
-from .choice import chosen, is_known, may_split, most_shares, multiprocessors, split, work
-from .waves import LAUNCH_SECONDS, MANY_WAVES, WORTHWHILE, predicted
+from .choice import chosen, is_known, is_modelled, most_shares, multiprocessors, split, whole_blocks, work
+from .waves import LAUNCH_SECONDS, WORTHWHILE, predicted
 
 LEFT_WAVES = 2  # for how many waves' keys groups may be shared: the last one, and the one before
 MOST_SHARES = 8  # that are tried: with them a wave's idle part is an eighth of a block's time
@@ -51,15 +51,16 @@ def dealt(
     found = Dealt(everywhere)
     if not _may_cut(call, config, q_shape, k_shape, slots):
         return found
-    least = WORTHWHILE * _time(call, config, q_shape, k_shape, everywhere, slots)
+    main = split(call, config, min(everywhere, 2))
+    least = WORTHWHILE * _time(call, main, q_shape, k_shape, slots)(everywhere)
+    of_first, shared = whole_part(call, config, 2), split(call, config, 2)
     for whole_keys in _cuts(call, config, q_shape, k_shape, slots):
         later = later_keys(k_shape, whole_keys)
-        before = (
-            _time(*whole_part(call, config, 2), q_shape, first_keys(k_shape, whole_keys), 1, slots) + LAUNCH_SECONDS
-        )
+        before = LAUNCH_SECONDS + _time(*of_first, q_shape, first_keys(k_shape, whole_keys), slots)(1)
+        of_later = _time(call, shared, q_shape, later, slots)
         most = min(q_shape[2] // k_shape[2], most_shares(call, q_shape, later), MOST_SHARES)
         for shares in range(2, most + 1):
-            time = before + _time(call, config, q_shape, later, shares, slots)
+            time = before + of_later(shares)
             if time < least:
                 found, least = Dealt(shares, whole_keys), time
     return found
@@ -88,31 +89,36 @@ def later_keys(k_shape: torch.Size, whole_keys: int) -> torch.Size:
     return first_keys(k_shape, k_shape[1] - whole_keys)
 
 
+def most_whole_keys(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
+    """How many keys, from the first on, may have whole groups: all queries see them, and a key is left to share."""
+    if not is_known(call):
+        return 0
+    hidden = q_shape[1] - 1 if call.forward.variant == CAUSAL else 0  # from the first query
+    return k_shape[1] - max(hidden, 1)
+
+
 def _may_cut(call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int) -> bool:
-    """Whether there are groups, more blocks than multiprocessors, and not too many."""
-    if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config) or not is_known(call):
+    """Whether there are groups, and a tile of keys that all queries see."""
+    if not is_modelled(call, config, q_shape, k_shape, slots):
         return False
-    blocks = -(-k_shape[1] // config.block_N) * k_shape[0] * k_shape[2]
-    return q_shape[2] > k_shape[2] and slots < blocks <= MANY_WAVES * slots
+    return q_shape[2] > k_shape[2] and most_whole_keys(call, q_shape, k_shape) >= config.block_N
 
 
 def _cuts(
     call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int
 ) -> Iterator[int]:
     """Numbers of first keys that fill whole waves, as nearly as their tiles allow, for the last few of these."""
-    batch, seqlen_k, kv_heads, _ = k_shape
-    heads, tiles = batch * kv_heads, -(-seqlen_k // config.block_N)
-    waves = tiles * heads // slots
+    heads = k_shape[0] * k_shape[2]
+    waves = whole_blocks(config, k_shape) // slots
     for wave in range(max(waves - LEFT_WAVES, 0) + 1, waves + 1):
         whole_keys = wave * slots // heads * config.block_N
-        seen = seqlen_k - q_shape[1] + 1 if call.forward.variant == CAUSAL else seqlen_k - 1
-        if 0 < whole_keys <= seen:
+        if 0 < whole_keys <= most_whole_keys(call, q_shape, k_shape):
             yield whole_keys
 
 
 def _time(
-    call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, shares: int, slots: int
-) -> float:
-    """The predicted seconds of a call's main kernel, and of the sums of its parts."""
-    groups, costs = work(call, split(call, config, min(shares, 2)), q_shape, k_shape, slots)
-    return predicted(groups, shares, slots, costs)
+    call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int
+) -> Callable[[int], float]:
+    """Given the number of shares, the predicted seconds of a main kernel and of the sums of its parts."""
+    groups, costs = work(call, config, q_shape, k_shape, slots)
+    return lambda shares: predicted(groups, shares, slots, costs)
