@@ -210,8 +210,8 @@ MUTANTS: list[Mutant] = [
             "triton: rows without keys have a maximum": ('float("inf"), 0.0, m)', 'float("inf"), m, m)'),
             "triton: lse in powers of two": ("(m + tl.log2(l)) * LN2", "(m + tl.log2(l))"),
             "triton: the sum beside a sink": (
-                "l = l * alpha + tl.exp2(logit - m_new)",
-                "l = l + tl.exp2(logit - m_new)",
+                "l = l * alpha + power(logit - m_new, natural)",
+                "l = l + power(logit - m_new, natural)",
             ),
         },
     ),

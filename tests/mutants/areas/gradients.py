@@ -163,8 +163,8 @@ MUTANTS: list[Mutant] = [
         ("kernels/triton/test_backend.py::test_rows_without_keys",),
         {
             "triton: rows without keys have probabilities": (
-                'tl.where(values == -float("inf"), float("inf"), values * LOG2E)',
-                "values * LOG2E",
+                'tl.where(values == -float("inf"), float("inf"), values * unit_of(1.0, natural))',
+                "values * unit_of(1.0, natural)",
             ),
         },
     ),

@@ -73,6 +73,11 @@ class TritonPlan:
         return tl.constexpr(3 if self.tma == 3 else 0)
 
     @property
+    def natural(self) -> tl.constexpr:
+        """Whether scores and lse are kept in natural units, for results in float32, or in units of log2(e)."""
+        return tl.constexpr(self.precision in ("bf16x6", "ieee"))
+
+    @property
     def wanted(self) -> tl.constexpr:
         """The number of slopes."""
         return tl.constexpr(len(self.slopes))

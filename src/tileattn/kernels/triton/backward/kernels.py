@@ -10,6 +10,8 @@ so that results do not depend on the order in which programs run. In 16 bits `qu
 lse2 and delta, which `keys_kernel` reads. `prepare_kernel` computes them where dq is not wanted, and in float32, where
 the sum over o would make `queries_kernel` spill.
 
+lse2 is lse in units of log2(e); where scores are `natural` (tile/softmax.py), lse itself.
+
 Adding up dq in `keys_kernel` by atomic operations would save two of seven products. On an H200 it took 15 to 26 %
 longer than both kernels (benchmarks/results/triton/bwd-tiles-h200.txt).
 
@@ -19,8 +21,8 @@ Kernels have more than ten arguments: Triton launches a kernel with each pointer
 import triton
 import triton.language as tl
 
+from ..tile.softmax import LOG2E, unit_of
 from ..tile.tiles import (
-    LOG2E,
     add_product,
     last_tile_and_head,
     load_rows,
@@ -40,7 +42,7 @@ LIFT_BITS, LIFT, DROP = tl.constexpr(24.0), tl.constexpr(2.0**24), tl.constexpr(
 @triton.jit(do_not_specialize=["seqlen_q", "heads", "all_heads"])
 def prepare_kernel(
     o, do, lse, dlse, lse2, delta, seqlen_q, heads, all_heads, folds, o_strides, do_strides,
-    rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr,
+    rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr, natural: tl.constexpr,
 ):  # fmt: skip
     """Writes lse2 and delta; one program for each tile of queries of each head."""
     first, bh = tile_and_head(rows, folds)
@@ -50,14 +52,15 @@ def prepare_kernel(
     # dO: [rows, padded_v]
     do_tile = load_tile(do, do_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
     prepared = o, o_strides, lse, dlse, lse2, delta
-    prepare(do_tile, prepared, b, h, bh, first, seqlen_q, rows, head_dim_v, padded_v)
+    prepare(do_tile, prepared, b, h, bh, first, seqlen_q, rows, head_dim_v, padded_v, natural)
 
 
 @triton.jit
 def prepare(
-    do_tile, prepared, b, h, bh, first, seqlen_q, rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr
-):
-    """lse2, which is lse in units of log2(e), and delta of a tile of queries: stored, and returned. dlse may be None.
+    do_tile, prepared, b, h, bh, first, seqlen_q, rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr,
+    natural: tl.constexpr,
+):  # fmt: skip
+    """lse2 and delta of a tile of queries: stored, and returned. dlse may be None.
 
     Rows that see no key, and rows beyond the last, get lse2 = inf: their exponentials are then 0.
     """
@@ -70,33 +73,34 @@ def prepare(
         total -= load_rows(dlse, bh, seqlen_q, first, rows, 0.0).to(tl.float32)
     # lse2: [rows]
     values = load_rows(lse, bh, seqlen_q, first, rows, -float("inf"))
-    values = tl.where(values == -float("inf"), float("inf"), values * LOG2E)
+    values = tl.where(values == -float("inf"), float("inf"), values * unit_of(1.0, natural))
     store_rows(lse2, values, bh, seqlen_q, first, rows)
     store_rows(delta, total, bh, seqlen_q, first, rows)
     return values, total
 
 
 @triton.jit
-def probabilities(exponent, precision: tl.constexpr):
-    """2^exponent; in float32 LIFT times that.
+def probabilities(difference, natural: tl.constexpr):
+    """exp of the differences of scores and lse, in float32 LIFT times that.
 
     All probabilities of a key may be close to float32's smallest numbers, for instance those of a distant key under
     ALiBi. A GPU's exp2 returns nothing below 2^-126, and the smallest of the three parts of a factor (plan.py) is 2^-24
     of it. Small exponents are therefore raised before exp2. Larger probabilities are multiplied instead: adding to an
     exponent near 0 would cost it digits.
     """
-    if precision == "bf16x6" or precision == "ieee":
+    if natural:
+        exponent = difference * LOG2E
         small = exponent < -32.0
         p = tl.exp2(tl.where(small, exponent + LIFT_BITS, exponent))
         return tl.where(small, p, p * LIFT)
     else:
-        return tl.exp2(exponent)
+        return tl.exp2(difference)
 
 
 @triton.jit
-def dropped(x, precision: tl.constexpr):
+def dropped(x, natural: tl.constexpr):
     """Divides by LIFT what was computed from :func:`probabilities`."""
-    if precision == "bf16x6" or precision == "ieee":
+    if natural:
         return x * DROP
     else:
         return x
@@ -169,7 +173,7 @@ def keys_kernel(
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
         if plan.behind:
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
-    dk_sum, dv_sum = dropped(dk_sum, plan.precision), dropped(dv_sum, plan.precision)
+    dk_sum, dv_sum = dropped(dk_sum, plan.natural), dropped(dv_sum, plan.natural)
     store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
@@ -181,9 +185,9 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
     q, do, lse2, delta, q_strides, do_strides, scale = queries
     b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
-    unit = scale * LOG2E
+    unit = unit_of(scale, plan.natural)
     if plan.score is not None:
-        unit = LOG2E
+        unit = unit_of(1.0, plan.natural)
     for first in tl.range(start, end, plan.block_M, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_M)
         # Q: [block_M, padded]
@@ -202,9 +206,8 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         if masked:
             seen = seen & visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
-        p = probabilities(
-            s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :], plan.precision
-        )
+        lse2_rows = load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :]
+        p = probabilities(s * unit - lse2_rows, plan.natural)
         # dO: [block_M, padded_v]
         do_tile = load_tile(
             do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, masked
@@ -215,7 +218,7 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         dp = product(v_tile, do_tile.T, plan.precision)
         ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
         if plan.score is not None:
-            write_out(dropped(ds, plan.precision), raw * scale, seen, row, k_positions, facts, plan)
+            write_out(dropped(ds, plan.natural), raw * scale, seen, row, k_positions, facts, plan)
             ds = ds * plan.slope(raw * scale, b, h, q_positions, k_positions, tensors, numbers)
             if masked:
                 ds = tl.where(seen, ds, 0.0)  # 0 already, unless the slope is infinite
@@ -304,7 +307,7 @@ def queries_kernel(
     else:
         lse2_rows, delta_rows = prepare(
             do_tile, (o, o_strides, lse, dlse, lse2, delta), b, h, bh, first, seqlen_q, plan.block_M, plan.head_dim_v,
-            plan.padded_v,
+            plan.padded_v, plan.natural,
         )  # fmt: skip
     # [block_M, 1]
     q_positions = q_lo + tl.arange(0, plan.block_M)[:, None]
@@ -318,7 +321,7 @@ def queries_kernel(
         dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)
     if plan.behind:
         dq_sum = from_keys(dq_sum, of_rows, full_end, end, keys, plan, True)
-    dq_sum = dropped(dq_sum, plan.precision)
+    dq_sum = dropped(dq_sum, plan.natural)
     store_tile(dq, dq_sum * scale, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim, plan.padded)
 
 
@@ -327,9 +330,9 @@ def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.cons
     """Adds the part of the keys from start to end to dq."""
     q_tile, do_tile, lse2, delta, q_positions = of_rows
     k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
-    unit = scale * LOG2E
+    unit = unit_of(scale, plan.natural)
     if plan.score is not None:
-        unit = LOG2E
+        unit = unit_of(1.0, plan.natural)
     for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_N)
         # K: [block_N, padded]
@@ -352,7 +355,7 @@ def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.cons
         if masked:
             seen = visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
-        p = probabilities(s * unit - lse2, plan.precision)
+        p = probabilities(s * unit - lse2, plan.natural)
         ds = p * (dp - delta)
         if plan.score is not None:
             ds = ds * plan.slope(raw * scale, b, h, q_positions, k_positions, tensors, numbers)

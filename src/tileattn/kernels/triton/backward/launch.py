@@ -83,7 +83,8 @@ class Backward:
     def _work_out_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
         dv = self.forward.head_dim_v
         programs = self.sizes.of_queries(PREPARED_ROWS)
-        constants = *programs.arguments, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
+        natural = self.forward.dtype.itemsize == 4  # as TritonPlan.natural
+        constants = *programs.arguments, *strides(o, do), PREPARED_ROWS, dv, padded(dv), natural
         return Launch(prepare_kernel, programs.grid, Config(0, 0, 4, 1), constants, {})
 
     def _work_out_keys(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *_: Any) -> Launch:

@@ -16,8 +16,8 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
-from ..tile.softmax import weights
-from ..tile.tiles import LOG2E, add_product, phases, product, visible
+from ..tile.softmax import LOG2E, weights
+from ..tile.tiles import add_product, phases, product, visible
 from .cache import load_keys, locate
 from .merge import merged, store_part, write
 from .sequences import SEQLENS_K, check_queries, keys_of, rows_of, sink_of

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ....call import cache_fields
-from ..tile.tiles import LOG2E
+from ..tile.softmax import LOG2E
 
 SEQLENS_K = tl.constexpr(cache_fields.SEQLENS_K)
 CU_SEQLENS_Q = tl.constexpr(cache_fields.CU_SEQLENS_Q)

@@ -13,9 +13,8 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
-from ..tile.softmax import add_sink, divisor, natural_lse, weights
+from ..tile.softmax import add_sink, divisor, natural_lse, unit_of, weights
 from ..tile.tiles import (
-    LOG2E,
     add_product,
     last_tile_and_head,
     load_tile,
@@ -87,9 +86,9 @@ def forward_kernel(
         acc, m, l = attend(acc, m, l, q_tile, q_positions, full_end, end, keys, plan, True)
 
     if sink is not None:
-        acc, m, l = add_sink(acc, m, l, tl.load(sink + h).to(tl.float32) * LOG2E)
+        acc, m, l = add_sink(acc, m, l, tl.load(sink + h).to(tl.float32) * unit_of(1.0, plan.natural), plan.natural)
     if lse is not None:
-        store_rows(lse, natural_lse(m, l), bh, seqlen_q, first, plan.block_M)
+        store_rows(lse, natural_lse(m, l, plan.natural), bh, seqlen_q, first, plan.block_M)
     acc = acc / divisor(l)[:, None]
     if plan.tma_q:
         o.store([b, first, h * plan.padded_v], acc.to(o.dtype).reshape([1, plan.block_M, plan.padded_v]))
@@ -101,9 +100,9 @@ def forward_kernel(
 def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
     """Adds the tiles of keys from start to end to the output, the maxima and the sums."""
     k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
-    unit = scale * LOG2E  # of s
+    unit = unit_of(scale, plan.natural)
     if plan.score is not None:
-        unit = LOG2E
+        unit = unit_of(1.0, plan.natural)
     for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_N)
         # K: [block_N, padded]
@@ -118,7 +117,7 @@ def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr,
             s = plan.score(s * scale, b, h, q_positions, k_positions, tensors, numbers)
         if masked:
             s = tl.where(visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers), s, -float("inf"))
-        p, alpha, m, l = weights(s, m, l, unit)
+        p, alpha, m, l = weights(s, m, l, unit, plan.natural)
         acc = acc * alpha[:, None]
         # V: [block_N, padded_v]
         v_tile = load_tile(

@@ -14,8 +14,6 @@ head dim 128 on an H200 k and v with three dimensions saved up to 4 %, q and o t
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def tile_and_head(rows: tl.constexpr, folds):
