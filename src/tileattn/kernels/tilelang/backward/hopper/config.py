@@ -137,6 +137,7 @@ class HopperWideConfig:
     block_M: ClassVar[int] = 64
     block_N: ClassVar[int] = 64
     adds_dq: ClassVar[bool] = False
+    mask_words: ClassVar[bool] = False
 
     def head_dim(self, call: AttentionCall) -> int:
         """The columns of tiles, for both head dims: whole panels of 64."""

@@ -12,7 +12,6 @@ import torch
 from .....call.facts import CAUSAL, BackwardCall
 from .....variant.program import program
 from ..amd.config import AmdBackwardConfig
-from ..config import BackwardConfig
 from ..defaults import SHORT, MainConfig, default, short_default
 from ..hopper.config import HopperBackwardConfig, HopperWideConfig
 from ..hopper.preferences import plainest
@@ -29,6 +28,7 @@ LARGEST = 2**31 - 1  # elements of dk or dv, which add.py numbers in 32 bits
 # Windows, documents and the like say only in the call how many queries see a key. So many are reckoned with, and a
 # split must be predicted to save more than where they are known.
 SEEN, UNSURE = 1024, 0.96
+HOPPER = (HopperBackwardConfig, HopperWideConfig)  # the schedules whose blocks the model knows
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
 
 
@@ -84,9 +84,9 @@ def may_split(call: BackwardCall, config: MainConfig) -> bool:
     masks that are hidden by bits (preferences.py), such as windows and documents.
     """
     forward = call.forward
-    if forward.packed or forward.dropout or isinstance(config, BackwardConfig) or config.listed:
+    if forward.packed or forward.dropout or not isinstance(config, HOPPER) or config.listed:
         return False
-    return is_known(call) or (isinstance(config, HopperBackwardConfig) and config.mask_words)
+    return is_known(call) or config.mask_words
 
 
 def is_known(call: BackwardCall) -> bool:
