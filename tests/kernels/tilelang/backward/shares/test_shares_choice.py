@@ -221,7 +221,7 @@ def test_wide_heads(
 
 
 def test_costs_of_wide_heads() -> None:
-    """Four products of 64 x 64, with the columns of padding: head dim 160 would have those of 192."""
+    """Four products of 64 x 64, with the columns of padding: head dim 200 has those of 256."""
     q_shape, k_shape = shapes(1, 640, 8, 1, 256)
     whole = work(call_of(256), HopperWideConfig(), q_shape, k_shape, SLOTS)
     assert whole[0].tiles == (10,) * 10

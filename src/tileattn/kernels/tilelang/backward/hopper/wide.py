@@ -1,7 +1,7 @@
 """dk and dv of wide heads, Hopper schedule: head dims above 128, whose gradients of 128 keys do not fit into registers.
 
-Each block owns one tile of 64 keys and values of one kv head. It loops over the query heads of the group and, for each,
-over the tiles of 64 queries that may see its keys. A block has
+Each block owns one tile of 64 keys and values of one kv head. It loops over the query heads of the group, or of a share
+of them (shares/), and, for each, over the tiles of 64 queries that may see its keys. A block has
 
     two loading warps        one loads K and V, then Q with lse2 and delta tile by tile; the other dO; all by TMA
     two consumer warpgroups  take turns: one owns the even tiles of queries, the other the odd ones. The owner computes
