@@ -294,6 +294,8 @@ BACKWARD = (
     ),
     BackwardCase(BF16, 80, 80, "full+shares"),
     BackwardCase(BF16, 160, 160, "causal+shares"),
+    BackwardCase(BF16, 192, 192, "causal+shares"),
+    BackwardCase(BF16, 256, 200, "full+shares"),  # columns of padding that are not stored
     BackwardCase(FP16, 96, 96, "causal"),
     BackwardCase(BF16, 96, 96, "documents"),
     *(BackwardCase(BF16, 256, 256, kind) for kind in _WIDE),

@@ -125,6 +125,11 @@ MUTANTS: list[Mutant] = [
             "shares: tiles of 64 queries wherever they visit less": ("narrow < WIDE_TIME * wide", "narrow < wide"),
             "shares: tiles of 64 queries up to 4096": ("narrow < WIDE_TIME * wide", "narrow"),
             "shares: no split kernel is warmed": ("dict.fromkeys((*whole, *splits))", "dict.fromkeys(whole)"),
+            "shares: wide heads cost what others do": ("if isinstance(config, HopperWideConfig):", "if False:"),
+            "shares: wide heads keep whole groups": (
+                "HOPPER = (HopperBackwardConfig, HopperWideConfig)",
+                "HOPPER = (HopperBackwardConfig,)",
+            ),
             "shares: workspace of one share less": (
                 "else 4 * shares * k_shape[0]",
                 "else 4 * (shares - 1) * k_shape[0]",

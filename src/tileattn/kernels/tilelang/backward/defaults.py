@@ -22,9 +22,9 @@ from .hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWide
 from .hopper.preferences import hopper_preferences, queries_preferences
 from .operand_gradients import paths
 
-# Queries up to which sequences count as short. Tiles of 80 queries lose more at their ends, under a causal mask, than
-# they gain elsewhere (H200, D128 causal: 0.88 of 64's speed at 512, 1.07 at 16384; at 4096 ALiBi, which has 64, ran
-# faster than no modification at all, with 80).
+# Queries up to which sequences count as short. At their ends, under a causal mask, tiles of 80 queries hide more scores
+# than tiles of 64. Up to so many queries the scores of all visited tiles are counted, and decide between the two
+# (shares/choice.py, `of_lengths`); beyond, the ends matter little and tiles always have 80.
 SHORT = 4096
 
 MainConfig = BackwardConfig | HopperBackwardConfig | HopperWideConfig
@@ -49,7 +49,10 @@ def default(call: BackwardCall) -> MainConfig:
 
 
 def short_default(call: BackwardCall) -> MainConfig | None:
-    """The main kernel's configuration for short sequences; None if it is the default."""
+    """The other main kernel that a call may get up to `SHORT` queries: with 64 in a tile where the default has 80.
+
+    None if there is no other. Lengths decide between the two (shares/choice.py, `of_lengths`).
+    """
     config = default(call)
     if isinstance(config, HopperBackwardConfig) and config.block_M == 80 and call.forward.variant == CAUSAL:
         return dataclasses.replace(config, block_M=64)

@@ -56,9 +56,8 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
         adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
         own = not isinstance(config, BackwardConfig)
         leaves = (leaving(config, forward, operand_paths) or (None,))[0]
-        split = not isinstance(config, HopperWideConfig) and config.split
         listed = own and config.listed
-        some_keys = isinstance(config, HopperBackwardConfig) and not forward.packed
+        some_keys = own and not forward.packed
         arguments = declare_main(
             builder,
             forward,
@@ -67,7 +66,7 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
             adds_dq,
             hopper=own,
             leaving=leaves,
-            split=split,
+            split=config.split,
             listed=listed,
             some_keys=some_keys,
         )
@@ -83,7 +82,7 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     used = config.used_columns(forward) if isinstance(config, HopperBackwardConfig) else {}
     if used:
         function = function.with_attr(USED_COLUMNS, [number for pair in used.items() for number in pair])
-    return function.with_attr(DESCRIPTORS_IN_LOOPS, own and (split or not adds_dq))
+    return function.with_attr(DESCRIPTORS_IN_LOOPS, own and (config.split or not adds_dq))
 
 
 def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:

@@ -13,7 +13,7 @@ import torch
 from ....call.facts import BackwardCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
-from .config import BackwardConfig, read_together
+from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, listed_as, prepared, queries_default
 from .hopper.config import HopperBackwardConfig
 from .operand_gradients import paths
@@ -160,6 +160,6 @@ def kernel_jobs(call: BackwardCall, config: MainConfig | None = None) -> tuple[A
 
     config: of the main kernel; None is the default.
     """
-    adds = isinstance(config, (BackwardConfig, HopperBackwardConfig)) and config.split
+    adds = config is not None and config.split
     adding = (SharesJob(call.forward.dtype, call.forward.arch),) if adds else ()
     return (*(BackwardJob(call, name, config) for name in kernel_names(call)), *adding)

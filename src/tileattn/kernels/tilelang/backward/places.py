@@ -258,19 +258,53 @@ def heads_of_block(arg: Any, number: Any, held: Callable[[Any], Any] = lambda va
     )
 
 
-def store_part(part: Any, parts: Any, head_dim: int, b: Any, key: Any, number: Any, seqlen_k: Any) -> None:
+def store_part(
+    part: Any,
+    parts: Any,
+    head_dim: int,
+    b: Any,
+    key: Any,
+    number: Any,
+    seqlen_k: Any,
+    first: int = 0,
+    keeps_columns: bool = False,
+) -> None:
     """Stores a block's part of dk or dv, straight from registers: four threads write 32 bytes side by side.
 
     Args:
-        part: [block_N, head_dim with padding].
+        part: [block_N, head_dim with padding], or several of these one below the other.
         parts: of all shares, (batch, seqlen_k, shares * kv_heads, head_dim).
         number: of the share's part among those of `parts`.
+        first: the first row of this part. The threads that get here have no rows of other parts.
+        keeps_columns: whether the columns of padding seem to be read. Where registers are full, ptxas serialises
+            products some of whose results nothing reads (C7511).
     """
-    _store(part, at_once(parts), head_dim, b, key, number, seqlen_k)
+    parts, width = at_once(parts), part.shape[1]
+    if keeps_columns and head_dim < width:
+        _store(part, _with_columns(parts, width), _unknown(head_dim), b, key, number, seqlen_k, first, 8)
+    else:
+        _store(part, parts, head_dim, b, key, number, seqlen_k, first, 1)
+
+
+def _unknown(number: int) -> Any:
+    """A number that no compiler knows."""
+    return T.alloc_var("int32", init=T.shfl_sync(T.int32(number), 0))
+
+
+def _with_columns(parts: Any, columns: Any) -> Any:
+    """The same tensor for the compiler, with more columns than it has, which must not be accessed."""
+    strides = list(parts.strides)
+    if not strides:
+        strides = [1]
+        for size in reversed(parts.shape[1:]):
+            strides.insert(0, strides[0] * T.cast(size, "int64"))
+    name, shape = f"{parts.name}_widened", [*parts.shape[:-1], columns]
+    return tirx.decl_buffer(shape, parts.dtype, name, data=parts.data, strides=strides, elem_offset=parts.elem_offset)
 
 
 @T.macro
-def _store(part, parts, head_dim, b, key, number, seqlen_k):
+def _store(part, parts, head_dim, b, key, number, seqlen_k, first, together):
     for i, d in T.Parallel(*part.shape):
-        if key + i < seqlen_k and d < head_dim:
-            parts[b, key + i, number, d] = part[i, d]
+        # Of so many columns together all or none are stored: head dims are multiples of 8.
+        if key + (i - first) < seqlen_k and d // together * together < head_dim:
+            parts[b, key + (i - first), number, d] = part[i, d]

@@ -43,8 +43,7 @@ class Parameters:
             sizes.kv_heads if of_keys else sizes.heads,
             self.call.head_dim_v if of_values else self.call.head_dim,
         ]
-        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(3)] + [1]
-        return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
+        return self.with_strides(name, shape, self.dtype)
 
     def gradient(self, name: str, some_keys: bool = False) -> Any:
         """dq, dk or dv, in the inputs' dtype: contiguous, or with `some_keys` a slice of some keys."""
@@ -57,8 +56,7 @@ class Parameters:
         ]
         if not some_keys:
             return self.tensor(name, shape, self.dtype)
-        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(3)] + [1]
-        return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
+        return self.with_strides(name, shape, self.dtype)
 
     def parts(self, name: str) -> Any:
         """The float32 parts of dk or dv, side by side, of all shares of the heads (shares/)."""
@@ -88,6 +86,11 @@ class Parameters:
 
     def tensor(self, name: str, shape: list[Any], dtype: str = "float32") -> Any:
         return self.builder.prim_func_arg(name, T.Tensor(shape, dtype))
+
+    def with_strides(self, name: str, shape: list[Any], dtype: str) -> Any:
+        """A tensor with any strides but the last one, which is 1."""
+        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(len(shape) - 1)] + [1]
+        return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
 
     def scalar(self, name: str, kind: str) -> Any:
         return self.builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
@@ -166,10 +169,7 @@ def _written_out(p: Parameters, index: int, path: Path, traced: Program, leaving
     symbol = traced.tensors[path.tensor]
     shape = [1 if one else T.dynamic(f"{name}_size{axis}") for axis, one in enumerate(symbol.ones)]
     dtype = str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32"
-    if not leaving:
-        return p.tensor(name, shape, dtype)
-    strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(len(shape) - 1)] + [1]
-    return p.builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
+    return p.with_strides(name, shape, dtype) if leaving else p.tensor(name, shape, dtype)
 
 
 def _declare_variant(

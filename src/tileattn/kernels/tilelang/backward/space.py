@@ -32,7 +32,7 @@ SCHEDULES = {
 def fits(call: BackwardCall, config: MainConfig) -> bool:
     """Whether a configuration may take the place of the default."""
     forward, present = read_together(call), default(call)
-    if not isinstance(config, HopperWideConfig) and config.split:
+    if config.split:
         return False  # whether groups are split depends on sizes: shares/choice.py decides
     if isinstance(config, AmdBackwardConfig):
         return is_valid_amd_backward(forward, config)

@@ -8,7 +8,7 @@ import torch
 from tileattn import Causal, SlidingWindow
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.defaults import default
-from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import split, workspace_bytes
@@ -106,6 +106,16 @@ def test_both_launches_agree_on_the_sums_of_dq(dim: int, deterministic: bool) ->
         assert config.adds_dq == shared.adds_dq == (not deterministic and dim <= 128)
         assert config.order(of_first.forward) == shared.order(call.forward)
         assert config.block_M == shared.block_M
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+def test_first_keys_of_wide_heads(dim: int) -> None:
+    """Without a mask; dq is computed once, by another kernel."""
+    for mask in (None, Causal()):
+        call = call_of(dim, mask)
+        of_first, config = whole_part(call, default(call), 2)
+        assert (of_first, config) == (call_of(dim), HopperWideConfig())
+        assert config.is_valid(of_first.forward)
 
 
 def test_the_kernel_of_the_first_keys_is_compiled_ahead() -> None:

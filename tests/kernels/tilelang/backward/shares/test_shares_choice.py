@@ -17,7 +17,14 @@ from tileattn.kernels.tilelang.backward import launch, library
 from tileattn.kernels.tilelang.backward.defaults import MainConfig, default, short_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import Kernels, SharesJob, kernel_jobs
-from tileattn.kernels.tilelang.backward.shares.choice import chosen, configurations, of_lengths, split, workspace_bytes
+from tileattn.kernels.tilelang.backward.shares.choice import (
+    chosen,
+    configurations,
+    of_lengths,
+    split,
+    work,
+    workspace_bytes,
+)
 from tileattn.kernels.tilelang.backward.shares.side_by_side import heads_side_by_side
 from tileattn.variant.key import encode
 
@@ -108,7 +115,8 @@ def test_only_calls_whose_tiles_the_model_knows_or_guesses_are_split() -> None:
     assert of(call_of(dropout=True), *sizes) == 1
     assert of(call_of(packed=True), *sizes) == 1
     assert of(call_of(arch="sm_80"), *sizes) == 1
-    assert of(call_of(dim=256), *sizes) == 1
+    assert of(call_of(256, window), *long) == 1
+    assert of(call_of(256, mods=(SoftCap(9.0),)), *sizes) == of(call_of(256, packed=True), *sizes) == 1
     assert of(call_of(), 0, 3072, 28, 4) == of(call_of(), 1, 0, 28, 4) == 1
 
 
@@ -141,8 +149,12 @@ def test_the_tiles_of_split_kernels() -> None:
     assert split(full, default(full), 1) == default(full)
     generic = call_of(arch="sm_80")
     assert split(generic, default(generic), 2) == dataclasses.replace(default(generic), split=True)
-    with pytest.raises(ValueError, match="HopperWideConfig has no shares: it must be 1"):
-        split(call_of(256), HopperWideConfig(), 2)
+    wide = call_of(256, Causal())
+    assert split(wide, default(wide), 2) == HopperWideConfig(split=True)
+    assert configurations(wide) == (None, HopperWideConfig(split=True))
+    amd = call_of(arch="gfx942")
+    with pytest.raises(ValueError, match="AmdBackwardConfig has no shares: it must be 1"):
+        split(amd, default(amd), 2)
     assert configurations(causal) == (None, short_default(causal), HopperBackwardConfig(64, split=True))
     by_bits = HopperBackwardConfig(64, mask_words=True, split=True)
     assert configurations(call_of(128, SlidingWindow(5, 0))) == (None, by_bits)
@@ -187,6 +199,38 @@ def test_lists_of_tiles_are_walked_by_whole_groups(monkeypatch: pytest.MonkeyPat
     assert of_groups == (1, 0)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "causal", "batch", "seqlen", "heads", "kv_heads", "split"),
+    [
+        (192, True, 2, 4863, 8, 1, True),  # 152 tiles of 64 keys, of which 20 had all multiprocessors wait
+        (256, True, 1, 3873, 12, 3, True),
+        (256, False, 1, 2112, 32, 1, True),  # 33 blocks
+        (256, False, 1, 2112, 32, 4, False),  # 132 blocks
+        (256, False, 1, 2112, 8, 8, False),  # no groups
+        (256, True, 4, 16384, 32, 8, False),  # many waves
+    ],
+)
+def test_wide_heads(
+    dim: int, causal: bool, batch: int, seqlen: int, heads: int, kv_heads: int, split: bool, deterministic: bool
+) -> None:
+    """As of other head dims, whether or not dq must be deterministic: it comes from another kernel."""
+    call = call_of(dim, Causal() if causal else None, deterministic=deterministic)
+    assert isinstance(default(call), HopperWideConfig)
+    assert (of(call, batch, seqlen, heads, kv_heads) > 1) == split
+
+
+def test_costs_of_wide_heads() -> None:
+    """Four products of 64 x 64, with the columns of padding: head dim 200 has those of 256."""
+    q_shape, k_shape = shapes(1, 640, 8, 1, 256)
+    whole = work(call_of(256), HopperWideConfig(), q_shape, k_shape, SLOTS)
+    assert whole[0].tiles == (10,) * 10
+    assert whole[1].tile == pytest.approx(8 * 64 * 64 * 256 * SLOTS / 640e12)
+    assert whole[1].crowding == 0.0
+    padded = work(call_of(200), HopperWideConfig(), *shapes(1, 640, 8, 1, 200), SLOTS)
+    assert padded[1].tile == whole[1].tile
+
+
 def test_more_shares_than_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="shares is 8, and a group has 7 heads: it must be at most that"):
         launch.prepare_backward_with(None, call_of(), *shapes(1, 100, 28, 4, 64), 1.0, 8)
@@ -199,6 +243,10 @@ def test_the_kernels_to_compile() -> None:
     assert kernel_jobs(call, config)[3:] == (SharesJob(torch.bfloat16, "sm_90a"),)
     keys = {job.key for job in (*kernel_jobs(call), *kernel_jobs(call, config))}
     assert len(keys) == 5  # prepare, finish, main, split main, sums
+    wide = call_of(256)
+    split_wide = split(wide, default(wide), 2)
+    assert kernel_jobs(wide, split_wide)[3:] == (SharesJob(torch.bfloat16, "sm_90a"),)
+    assert len({job.key for job in (*kernel_jobs(wide), *kernel_jobs(wide, split_wide))}) == 5
     generic = call_of(arch="sm_80")
     assert len(kernel_jobs(generic, default(generic))) == 3
     assert str(SharesJob(torch.bfloat16, "sm_90a")) == "sums of dk and dv (torch.bfloat16 sm_90a)"
@@ -289,6 +337,26 @@ def test_a_split_call_adds_up_its_parts(deterministic: bool, monkeypatch: pytest
     assert [x.shape for x in (of_dk, of_dv)] == [(2, 1408, 16, 8)] * 2
     addresses = [x.data_ptr() for x in (*of_parts, of_dk, of_dv)]
     assert addresses == [x.data_ptr() for x in (*parts, dk, dv)]
+
+
+def test_wide_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """132 tiles of 64 keys whole, then 10 tiles in shares; dq has a kernel of its own, which reads all keys."""
+    launched = Launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    call = call_of(256)
+    _, dk, dv = backward(call, 1, 1225, 16, 1, 142 * 64)
+    assert list(launched.given) == ["prepare", "queries", "main", "main again", "add"]
+    (of_first, first_config), (of_later, later_config) = launched.configs
+    assert (of_first, first_config, of_later) == (call, HopperWideConfig(), call)
+    assert later_config == HopperWideConfig(split=True)
+    assert [x.shape for x in launched.given["main"][6:8]] == [(1, 132 * 64, 1, 256)] * 2
+    *of_parts, of_dk, of_dv, first = launched.given["add"]
+    shares = of_parts[0].shape[2]
+    assert shares > 1
+    assert first == 132 * 64
+    assert [x.shape for x in launched.given["main again"][6:8]] == [(1, 10 * 64, shares, 256)] * 2
+    assert [x.data_ptr() for x in (of_dk, of_dv)] == [dk.data_ptr(), dv.data_ptr()]
+    assert launched.given["queries"][1].shape[1] == 142 * 64
 
 
 def test_other_calls_have_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:

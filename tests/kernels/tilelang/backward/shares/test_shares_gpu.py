@@ -75,7 +75,7 @@ def _drawn(total: int, heads: int, kv_heads: int, dim: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "shares"), [(28, 4, 3), (6, 1, 3), (6, 1, 4)])
 def test_dense(heads: int, kv_heads: int, shares: int, dim: int, causal: bool, deterministic: bool) -> None:
     tensors = _drawn(1025, heads, kv_heads, dim)
@@ -107,7 +107,7 @@ def test_masks_that_are_hidden_by_bits(name: str, dim: int, shares: int, monkeyp
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 200, 256])
 @pytest.mark.parametrize(("whole_keys", "shares"), [(640, 3), (128, 2), (700, 4)])
 def test_the_last_wave_alone(
     whole_keys: int, shares: int, dim: int, causal: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,8 +128,30 @@ def test_the_last_wave_alone(
     _assert_gradients(got, leaves, do, mask)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (192, 184), (224, 200), (256, 208)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 389), (389, 389), (1, 65), (130, 257)])
+def test_wide_heads_of_two_dims(
+    seqlen_q: int, seqlen_k: int, causal: bool, dim: int, dim_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends of keys that fill no tile, two batch elements and kv heads beside each other, and columns of padding."""
+    monkeypatch.setattr(launch, "dealt", lambda *_: Dealt(3))
+    forget_prepared()
+    torch.manual_seed(0)
+    sizes = ((seqlen_q, 10, dim), (seqlen_k, 2, dim), (seqlen_k, 2, dim_v), (seqlen_q, 10, dim_v))
+    *leaves, do = (torch.randn(2, *size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = Causal() if causal else None
+    o = attention(*leaves, mask=mask, backend="tilelang")
+    got, again = (torch.autograd.grad(o, leaves, do, retain_graph=True) for _ in range(2))
+    forget_prepared()
+    for x, y in zip(got, again, strict=True):
+        assert torch.equal(x, y)  # no head dim here has sums of dq that blocks add to
+    _assert_gradients(got, leaves, do, mask)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 200, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (6, 1)])
 def test_packed(heads: int, kv_heads: int, dim: int, deterministic: bool) -> None:
     """As one block for each group: both add the same products, in another order of heads."""

@@ -128,14 +128,16 @@ class HopperWideConfig:
     """The Hopper schedule for dk and dv of wide heads. Its tiles are 64 queries by 64 keys.
 
     Attributes:
-        late_dp, listed: see :class:`HopperBackwardConfig`.
+        late_dp, listed, split: see :class:`HopperBackwardConfig`.
     """
 
     late_dp: bool = False
     listed: bool = False
+    split: bool = False
     block_M: ClassVar[int] = 64
     block_N: ClassVar[int] = 64
     adds_dq: ClassVar[bool] = False
+    mask_words: ClassVar[bool] = False
 
     def head_dim(self, call: AttentionCall) -> int:
         """The columns of tiles, for both head dims: whole panels of 64."""

@@ -60,7 +60,7 @@ from ...tile.softmax import ROWS
 from .. import places, tile
 from ..operand_gradients import BY_KEY, Path
 from ..operand_stores import add_to_sums, to_elements, write_out_sums
-from ..places import heads_of_block, store_part
+from ..places import store_part
 from .config import CONSUMERS, HopperBackwardConfig
 from .copied_tile import (
     alloc_transposed_tile,
@@ -72,15 +72,13 @@ from .copied_tile import (
     write_out_gradient,
 )
 from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
-from .loads import copy_keys, copy_rows, first_head, head_count, load_keys, load_rows
+from .loads import copy_keys, copy_rows, first_head, head_count, load_keys, load_rows, take_share
 from .plan import (
     BATCH,
     DQ_PARITY,
     DS,
     DS_READ,
     DS_WRITTEN,
-    FIRST_HEAD,
-    HEADS,
     KEY,
     KV_HEAD,
     PARTS,
@@ -278,17 +276,6 @@ def consume(plan, arg, w):
         for index, number in plan.sums_by_key.items():
             write_out_sums(w.sums[number], arg.written_out[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)
-
-
-@T.macro
-def take_share(arg, w):
-    """Turns the number of a share, among those of all heads, into its kv head and query heads."""
-    of_share = heads_of_block(arg, w.task[KV_HEAD])
-    w.share[PARTS] = w.task[KV_HEAD]  # all threads write the same values
-    w.share[FIRST_HEAD] = of_share.first_head
-    w.share[HEADS] = of_share.heads
-    T.sync_threads()
-    w.task[KV_HEAD] = of_share.kv_head
 
 
 @T.macro

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import tilelang.language as T
 
 from ...tile.lists import length_of_line, line_of, tile_of_line
-from .plan import BATCH, FIRST_HEAD, HEADS, KEY, KV_HEAD
+from ..places import heads_of_block
+from .plan import BATCH, FIRST_HEAD, HEADS, KEY, KV_HEAD, PARTS
 from .stages import Ring, loading_ring
 
 
@@ -75,6 +76,18 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
                 T.barrier_arrive(ready[ring.stage])
                 row += plan.block_M
                 ring.advance()
+
+
+@T.macro
+def take_share(arg, w):
+    """Turns the number of a share, among those of all heads, into its kv head and query heads."""
+    of_share = heads_of_block(arg, w.task[KV_HEAD])
+    w.share[PARTS] = w.task[KV_HEAD]  # all threads write the same values
+    w.share[FIRST_HEAD] = of_share.first_head
+    w.share[HEADS] = of_share.heads
+    T.fence_proxy_async()  # else TileLang puts one before each product and copy
+    T.sync_threads()
+    w.task[KV_HEAD] = of_share.kv_head
 
 
 def head_count(plan, arg, w):

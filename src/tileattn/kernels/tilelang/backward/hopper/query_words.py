@@ -45,7 +45,8 @@ def find_ranges(w, h):
     lane, warp = w.thread % WARP, w.thread // WARP
     T.sync_warp()  # all have read the last head's
     if lane < 16:
-        # A quarter of the time to compile: each place that loads an id would compute its key again.
+        # Without these variables each place that loads an id would compute its key again: the backward kernel under
+        # documents took 34 seconds to lower, with them 8.
         k = variable(w.task[KEY] + warp * 16 + lane)
         within = variable(T.min(k, w.visible.seqlen_k - 1))
         lo, hi, whole = range_of_key(w.visible, w.task[BATCH], h, k, within)

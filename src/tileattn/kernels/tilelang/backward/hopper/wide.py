@@ -1,7 +1,7 @@
 """dk and dv of wide heads, Hopper schedule: head dims above 128, whose gradients of 128 keys do not fit into registers.
 
-Each block owns one tile of 64 keys and values of one kv head. It loops over the query heads of the group and, for each,
-over the tiles of 64 queries that may see its keys. A block has
+Each block owns one tile of 64 keys and values of one kv head. It loops over the query heads of the group, or of a share
+of them (shares/), and, for each, over the tiles of 64 queries that may see its keys. A block has
 
     two loading warps        one loads K and V, then Q with lse2 and delta tile by tile; the other dO; all by TMA
     two consumer warpgroups  take turns: one owns the even tiles of queries, the other the odd ones. The owner computes
@@ -50,9 +50,10 @@ from ...tile.mask import keep_uniforms
 from ...tile.matrices import accumulator_layout, store_matrices
 from ...tile.softmax import ROWS
 from .. import places, tile
+from ..places import store_part
 from .config import CONSUMERS, HopperWideConfig
-from .loads import line_of_head, load_keys, load_rows, tiles_of_head
-from .plan import BATCH, KEY, KV_HEAD
+from .loads import first_head, head_count, line_of_head, load_keys, load_rows, take_share, tiles_of_head
+from .plan import BATCH, KEY, KV_HEAD, PARTS
 from .products import await_product, multiply_transposed
 from .roles import load_in_two_warps, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
@@ -135,14 +136,16 @@ def write_out(w, group, kind, ready):
     T.barrier_arrive(ready[group])
 
 
-def head_of(arg, w):
+def head_of(plan, arg, w):
     """The query head of the warpgroup's tile."""
-    return w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
+    return first_head(plan, arg, w) + w.at[GROUP_HEAD]
 
 
 def number_of_tile(plan, arg, w):
     """The number of the warpgroup's tile, w.at[TILE]; of a listed one, which that is the place of in its line."""
-    return tile_of_line(arg, line_of_head(plan, arg, w, head_of(arg, w)), w.at[TILE]) if plan.listed else w.at[TILE]
+    return (
+        tile_of_line(arg, line_of_head(plan, arg, w, head_of(plan, arg, w)), w.at[TILE]) if plan.listed else w.at[TILE]
+    )
 
 
 def needs_mask(plan, w, row):
@@ -153,7 +156,7 @@ def needs_mask(plan, w, row):
 @T.macro
 def probabilities(plan, arg, w, group):
     """P of a tile, and the operand of dV's product."""
-    h, row = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD], number_of_tile(plan, arg, w) * TILE_ROWS
+    h, row = head_of(plan, arg, w), number_of_tile(plan, arg, w) * TILE_ROWS
     # The position of row 0 of the fragment, in which the second warpgroup's rows begin at 64.
     q_lo = row + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
     scores = w.scores.at(
@@ -176,7 +179,7 @@ def times_slope(plan, arg, w, group):
     """dS of the scaled scores, from dS of the modified ones."""
     scores = w.scores
     if plan.slopes.program.slope.recomputed is not None:
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
+        h = head_of(plan, arg, w)
         q_lo = number_of_tile(plan, arg, w) * TILE_ROWS + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
         scores = w.scores.at(b=w.task[BATCH], h=h, q_lo=q_lo, k_lo=w.task[KEY])
     times_slope_in_place(plan, w, scores, w.narrow)
@@ -219,7 +222,7 @@ def own_tile(plan, arg, w, group, follows):
 @T.macro
 def enter_head(plan, arg, w):
     """Computes the numbers that all tiles of a head share."""
-    h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
+    h = head_of(plan, arg, w)
     if plan.listed:
         line = T.alloc_var("int32", init=line_of_head(plan, arg, w, h))
         w.full[0] = mixed_of_line(arg, line)
@@ -282,10 +285,17 @@ def store(plan, arg, w, gradient, group):
 
 
 @T.macro
+def store_parts(plan, arg, w, parts, group, head_dim):
+    """Stores a share's float32 part of dV or dK, straight from registers: the warpgroup's rows of the fragment."""
+    b, key, first = w.task[BATCH], w.task[KEY], group * TILE_ROWS
+    store_part(w.acc, parts, head_dim, b, key, w.share[PARTS], arg.seqlen_k, first, keeps_columns=True)
+
+
+@T.macro
 def consume(plan, arg, w):
     count = T.alloc_var("int32", init=0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         if plan.listed:
             count += length_of_line(arg, line_of_head(plan, arg, w, h))
         else:
@@ -300,14 +310,20 @@ def consume(plan, arg, w):
     factor = T.alloc_var("float32", init=T.if_then_else(w.group[0] == OF_V, weight_of_values(plan, arg), arg.scale))
     for i, d in T.Parallel(2 * TILE_ROWS, plan.head_dim):
         w.acc[i, d] *= factor
-    T.sync_threads(KEYS_READ, CONSUMERS)
-    T.copy(w.acc, w.keys)
-    T.fence_proxy_async()
-    T.sync_threads(KEYS_READ, CONSUMERS)
-    if w.group[0] == OF_V:
-        store(plan, arg, w, arg.dv, OF_V)
+    if plan.split:
+        if w.group[0] == OF_V:
+            store_parts(plan, arg, w, arg.dv, OF_V, plan.call.head_dim_v)
+        else:
+            store_parts(plan, arg, w, arg.dk, OF_K, plan.call.head_dim)
     else:
-        store(plan, arg, w, arg.dk, OF_K)
+        T.sync_threads(KEYS_READ, CONSUMERS)
+        T.copy(w.acc, w.keys)
+        T.fence_proxy_async()
+        T.sync_threads(KEYS_READ, CONSUMERS)
+        if w.group[0] == OF_V:
+            store(plan, arg, w, arg.dv, OF_V)
+        else:
+            store(plan, arg, w, arg.dk, OF_K)
 
 
 def take_parts(plan: WidePlan, arg: Any, w: Any) -> None:
@@ -342,16 +358,19 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
 
     @T.macro
     def kernel(arg):
-        with T.Kernel(places.blocks(arg, "seqlen_k", TILE_ROWS, arg.kv_heads), threads=CONSUMERS + WARPGROUP) as block:
+        grid = places.blocks(arg, "seqlen_k", TILE_ROWS, arg.share_heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            at = places.find(arg, block, arg.share_heads, places.BY_TMA_BUT_PARTS if plan.split else places.BY_TMA)
             arg = at.arg
             mine = place_of(arg, at, "key_tiles", T.ceildiv(arg.seqlen_k, TILE_ROWS))
             thread = T.get_thread_binding()
             w = allocate(plan, arg, at, thread)
             w.task[BATCH] = at.uniform(at.number(mine.pair))
-            w.task[KV_HEAD] = at.uniform(T.truncmod(mine.pair, arg.kv_heads))
+            w.task[KV_HEAD] = at.uniform(T.truncmod(mine.pair, arg.share_heads))
+            if plan.split:
+                take_share(arg, w)
             w.task[KEY] = at.uniform(T.truncdiv(mine.place, mine.side) * TILE_ROWS)
             T.annotate_layout({w.narrow: accumulator_layout(2 * TILE_ROWS, TILE_ROWS)})
             if at.exists:

@@ -38,7 +38,7 @@ class WidePlan(BackwardPlan):
 
     def __init__(self, call: AttentionCall, config: HopperWideConfig, traced: Program) -> None:
         super().__init__(call, config, traced)
-        self.head_dim, self.listed = config.head_dim(call), config.listed
+        self.head_dim, self.listed, self.split = config.head_dim(call), config.listed, config.split
 
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see tile/hopper.py.
@@ -68,6 +68,8 @@ def allocate(plan: WidePlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
     score_tile = [2 * TILE_ROWS, TILE_ROWS]
     return SimpleNamespace(
         task=T.alloc_local([3], "int32"),
+        # In shared memory, to save registers.
+        share=T.alloc_shared([3], "int32", scope="shared") if plan.split else None,
         emit=emit,
         visible=visible,
         # [2 * 64, head_dim]: V, K

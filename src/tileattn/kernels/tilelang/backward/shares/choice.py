@@ -16,7 +16,7 @@ from ..defaults import SHORT, MainConfig, default, short_default
 from ..hopper.config import HopperBackwardConfig, HopperWideConfig
 from ..hopper.preferences import plainest
 from .side_by_side import kv_heads_side_by_side
-from .waves import MANY_WAVES, WORTHWHILE, Costs, Groups, best_shares, costs_of, predicted, visible_tiles
+from .waves import MANY_WAVES, WORTHWHILE, Costs, Groups, best_shares, costs_of, costs_of_wide, predicted, visible_tiles
 
 # Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
 # the products (C7512). And the queries that the kernel takes instead.
@@ -28,6 +28,7 @@ LARGEST = 2**31 - 1  # elements of dk or dv, which add.py numbers in 32 bits
 # Windows, documents and the like say only in the call how many queries see a key. So many are reckoned with, and a
 # split must be predicted to save more than where they are known.
 SEEN, UNSURE = 1024, 0.96
+HOPPER = (HopperBackwardConfig, HopperWideConfig)  # the schedules whose blocks the model knows
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
 
 
@@ -51,7 +52,7 @@ def split(call: BackwardCall, config: MainConfig, shares: int) -> MainConfig:
     """
     if shares == 1:
         return config
-    if isinstance(config, (HopperWideConfig, AmdBackwardConfig)):
+    if isinstance(config, AmdBackwardConfig):
         raise ValueError(f"shares is {shares}, and {type(config).__name__} has no shares: it must be 1")
     masked = program(call.forward.variant).allows is not None
     if isinstance(config, HopperBackwardConfig) and config.block_M == CROWDED and masked:
@@ -79,11 +80,11 @@ def workspace_bytes(call: BackwardCall, k_shape: torch.Size, shares: int) -> int
 def may_split(call: BackwardCall, config: MainConfig) -> bool:
     """Whether groups of heads are split for some sizes: where the model knows, or guesses, the tiles of a block.
 
-    That is in dense calls of the Hopper schedule without score modifications and dropout: full, causal, and under masks
-    that are hidden by bits (preferences.py), such as windows and documents.
+    That is in dense calls of the Hopper schedules without score modifications and dropout: full, causal, and under
+    masks that are hidden by bits (preferences.py), such as windows and documents.
     """
     forward = call.forward
-    if forward.packed or forward.dropout or not isinstance(config, HopperBackwardConfig) or config.listed:
+    if forward.packed or forward.dropout or not isinstance(config, HOPPER) or config.listed:
         return False
     return is_known(call) or config.mask_words
 
@@ -146,6 +147,8 @@ def work(
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
     masked = forward.variant != ""
     costs = costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
+    if isinstance(config, HopperWideConfig):
+        costs = costs_of_wide(config.block_M, config.block_N, config.head_dim(forward), slots)
     if causal and config.block_M == CROWDED and q_shape[1] <= SHORT:
         costs = dataclasses.replace(costs, tile=WIDE_TIME * costs.tile)
     return groups, costs
