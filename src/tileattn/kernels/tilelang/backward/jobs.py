@@ -6,7 +6,7 @@ from ....call.facts import CAUSAL, BackwardCall
 from .defaults import MainConfig, default
 from .library import AnyBackwardJob, BackwardJob, kernel_jobs
 from .shares.choice import configurations, may_split, split
-from .shares.last_wave import Dealt, whole_part
+from .shares.last_wave import Dealt, is_cut, whole_part
 
 
 def jobs_of(call: BackwardCall, config: MainConfig, of_groups: Dealt) -> tuple[AnyBackwardJob, ...]:
@@ -22,7 +22,7 @@ def jobs_of(call: BackwardCall, config: MainConfig, of_groups: Dealt) -> tuple[A
 def all_jobs(call: BackwardCall) -> tuple[AnyBackwardJob, ...]:
     """The kernels that a call may get for some sizes, without the tuner."""
     own = tuple(job for config in configurations(call) for job in kernel_jobs(call, config))
-    if call.forward.variant != CAUSAL or not may_split(call, default(call)):
+    if call.forward.variant != CAUSAL or not may_split(call, default(call)) or not is_cut(default(call)):
         return own  # the first keys have no other kernel
     return (*own, _of_first_keys(call, default(call), 2))
 

@@ -11,6 +11,7 @@ from tileattn.kernels.tilelang.backward.defaults import default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.backward.shares import last_wave
 from tileattn.kernels.tilelang.backward.shares.choice import split, workspace_bytes
 from tileattn.kernels.tilelang.backward.shares.last_wave import (
     Dealt,
@@ -116,6 +117,18 @@ def test_first_keys_of_wide_heads(dim: int) -> None:
         of_first, config = whole_part(call, default(call), 2)
         assert (of_first, config) == (call_of(dim), HopperWideConfig())
         assert config.is_valid(of_first.forward)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes"), [(None, (2, 3389, 32, 8, 3389)), (Causal(), (4, 1200, 8, 1, 7661))], ids=["full", "causal"]
+)
+def test_wide_heads_are_not_cut(mask: Causal | None, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model alone these would be."""
+    call = call_of(192, mask)
+    assert of(call, *sizes).whole_keys == 0
+    assert not any(job.call != call for job in all_jobs(call) if isinstance(job, BackwardJob))
+    monkeypatch.setattr(last_wave, "is_cut", lambda config: True)
+    assert of(call, *sizes).whole_keys > 0
 
 
 def test_the_kernel_of_the_first_keys_is_compiled_ahead() -> None:

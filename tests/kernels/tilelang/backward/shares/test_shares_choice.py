@@ -17,6 +17,7 @@ from tileattn.kernels.tilelang.backward import launch, library
 from tileattn.kernels.tilelang.backward.defaults import MainConfig, default, short_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import Kernels, SharesJob, kernel_jobs
+from tileattn.kernels.tilelang.backward.shares import last_wave
 from tileattn.kernels.tilelang.backward.shares.choice import (
     chosen,
     configurations,
@@ -339,9 +340,10 @@ def test_a_split_call_adds_up_its_parts(deterministic: bool, monkeypatch: pytest
     assert addresses == [x.data_ptr() for x in (*parts, dk, dv)]
 
 
-def test_wide_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """132 tiles of 64 keys whole, then 10 tiles in shares; dq has a kernel of its own, which reads all keys."""
+def test_a_cut_of_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is asked for: 132 tiles of 64 keys whole, then 10 in shares; dq's own kernel reads all keys."""
     launched = Launched(monkeypatch)
+    monkeypatch.setattr(last_wave, "is_cut", lambda config: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
     call = call_of(256)
     _, dk, dv = backward(call, 1, 1225, 16, 1, 142 * 64)

@@ -18,6 +18,7 @@ import torch
 
 from .....call.facts import CAUSAL, BackwardCall
 from ..defaults import MainConfig, default
+from ..hopper.config import HopperWideConfig
 from .choice import chosen, is_known, is_modelled, most_shares, multiprocessors, split, whole_blocks, work
 from .waves import LAUNCH_SECONDS, WORTHWHILE, predicted
 
@@ -66,6 +67,16 @@ def dealt(
     return found
 
 
+def is_cut(config: MainConfig) -> bool:
+    """Whether the last wave of this kernel is shared alone, for some sizes.
+
+    That of wide heads is not: dq's kernel runs beside it, and fills what a last wave leaves idle. A cut that the model
+    predicted to take 0.94 of the main kernel's time took 1.02 of the pass's (an H200,
+    benchmarks/results/backward/wide-shares-h200.txt).
+    """
+    return not isinstance(config, HopperWideConfig)
+
+
 def whole_part(call: BackwardCall, config: MainConfig, shares: int) -> tuple[BackwardCall, MainConfig]:
     """The call and the configuration of the main kernel for the first keys. It adds to the same sums of dq.
 
@@ -99,7 +110,7 @@ def most_whole_keys(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size
 
 def _may_cut(call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int) -> bool:
     """Whether there are groups, and a tile of keys that all queries see."""
-    if not is_modelled(call, config, q_shape, k_shape, slots):
+    if not is_cut(config) or not is_modelled(call, config, q_shape, k_shape, slots):
         return False
     return q_shape[2] > k_shape[2] and most_whole_keys(call, q_shape, k_shape) >= config.block_N
 
