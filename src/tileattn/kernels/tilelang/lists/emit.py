@@ -1,0 +1,173 @@
+"""Emits registers (registers.py) as TileLang statements: each node is a variable that is assigned once.
+
+Integers are int32 where spans say that they and their operands fit, else int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tilelang.language as T
+
+from ....variant.intervals.values import INT32, within
+from .registers import BOOL, FLOAT, INT, Register
+
+Names = tuple[Any, ...]
+# The least integer has no literal in C++: its digits are those of a number that is not one of int64.
+LEAST = -(2**63)
+
+
+class Emitter:
+    """Emits nodes in the current scope.
+
+    Args:
+        inputs: int32 expressions by the names of inputs (``("q", "first")``).
+        tensors: flat buffers by the tensors' numbers.
+        bounded: by side ("row", "column") what ``bounded[load, end, plane, tile]`` is read from, plane, and tile.
+    """
+
+    def __init__(
+        self, inputs: Mapping[Names, Any], tensors: Mapping[int, Any], bounded: Mapping[str, tuple[Any, Any, Any]]
+    ) -> None:
+        self.inputs, self.tensors, self.bounded = inputs, tensors, bounded
+        self.values: dict[Register, Any] = {}
+
+    def __call__(self, root: Register) -> Any:
+        """The value of a node, after all nodes that it needs."""
+        waiting = [root]
+        while waiting:
+            node = waiting[-1]
+            missing = [arg for arg in node.args if isinstance(arg, Register) and arg not in self.values]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if node not in self.values:
+                self.values[node] = self._emitted(node)
+        return self.values[root]
+
+    def _emitted(self, node: Register) -> Any:
+        if node.op == "number":
+            return _number(node)
+        if node.op == "input":
+            return self.inputs[node.args]
+        value = self._computed(node)
+        return T.alloc_var(dtype_of(node), init=T.cast(value, dtype_of(node)))[0]
+
+    def _computed(self, node: Register) -> Any:
+        if node.op == "bounded":
+            side, load, end, planes = node.args
+            buffer, plane, tile = self.bounded[side]
+            return buffer[load, end, plane if planes else 0, tile]
+        if node.op in ("element", "least", "greatest"):
+            return self._loaded(node)
+        if node.op == "double":
+            return T.cast(self.values[node.args[0]], "float64")
+        numbers = node.args[1:] if node.op == "where" else node.args
+        kinds = [dtype_of(each) for each in (*numbers, *([] if node.kind == BOOL else [node]))]
+        kind = next((each for each in ("float64", "int64", "int32") if each in kinds), "bool")
+        args = [_cast(self.values[each], each, kind) for each in numbers]
+        if node.op == "where":
+            return T.if_then_else(self.values[node.args[0]], *args)
+        if node.op == "not":
+            return T.Not(args[0]) if kind == "bool" else T.bitwise_not(args[0])
+        return _OPS[node.op](*args)
+
+    def _loaded(self, node: Register) -> Any:
+        number, rank, *rest = node.args
+        firsts, lasts, sizes = ([self.values[each] for each in rest[i * rank : (i + 1) * rank]] for i in range(3))
+        if node.op == "element":
+            return self.tensors[number][_flat(firsts, sizes)]
+        of = T.min if node.op == "least" else T.max
+        return _reduced(self.tensors[number], of, dtype_of(node), _start(node), firsts, lasts, sizes)
+
+
+@T.macro
+def _reduced(buffer, of, dtype, start, firsts, lasts, sizes):
+    """The least or the greatest element of a box."""
+    result = T.alloc_var(dtype, init=start)
+    counts = [T.cast(last - first + 1, "int32") for first, last in zip(firsts, lasts)]
+    elements = T.alloc_var("int32", init=_product(counts))
+    for i in T.serial(elements):
+        result = of(result, T.cast(buffer[_flat(_place(firsts, counts, i), sizes)], dtype))
+    return result
+
+
+def _start(node: Register) -> Any:
+    """A number that no element exceeds, or falls below."""
+    assert node.span is not None
+    greatest = node.span[1] if node.op == "least" else node.span[0]
+    return _literal(greatest, dtype_of(node))
+
+
+def _place(firsts: list[Any], counts: list[Any], number: Any) -> list[Any]:
+    """The indices of the number-th element of a box."""
+    place = []
+    for first, count in zip(firsts[:0:-1], counts[:0:-1]):
+        place.append(first + T.truncmod(number, count))
+        number = T.truncdiv(number, count)
+    return [firsts[0] + number, *place[::-1]]
+
+
+def _product(counts: list[Any]) -> Any:
+    product = counts[0]
+    for count in counts[1:]:
+        product = product * count
+    return product
+
+
+def _flat(indices: list[Any], sizes: list[Any]) -> Any:
+    """The index in a contiguous tensor of these sizes, as one dimension."""
+    if not indices:
+        return 0
+    place = T.cast(indices[0], "int64")
+    for index, size in zip(indices[1:], sizes[1:]):
+        place = place * T.cast(size, "int64") + T.cast(index, "int64")
+    return place
+
+
+def dtype_of(node: Register) -> str:
+    """The type of a node's variable."""
+    if node.kind == FLOAT:
+        return "float64"
+    if node.kind == BOOL:
+        return "bool"
+    assert node.span is not None
+    return "int32" if within(node.span, INT32) else "int64"
+
+
+def _cast(value: Any, node: Register, dtype: str) -> Any:
+    if node.op == "number" and node.kind == INT:
+        return _literal(node.number, dtype)
+    return value if dtype_of(node) == dtype else T.cast(value, dtype)
+
+
+def _number(node: Register) -> Any:
+    if node.kind == BOOL:
+        return T.bool(node.number)
+    return T.float64(node.number) if node.kind == FLOAT else _literal(node.number, dtype_of(node))
+
+
+def _literal(number: int, dtype: str) -> Any:
+    if number == LEAST:
+        return T.shift_left(T.int64(-1), T.int64(63))
+    return T.cast(number, dtype)
+
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "floordiv": T.floordiv,
+    "min": T.min,
+    "max": T.max,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "eq": lambda x, y: x == y,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "shift": T.shift_right,
+    "abs": T.abs,
+}
