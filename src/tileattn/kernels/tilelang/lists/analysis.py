@@ -46,6 +46,7 @@ class Analysis:
         tensors: the numbers of the tensors that the kernel reads itself.
         sizes: (number of a tensor, axis) of the sizes that it takes.
         ints: the numbers of the integers that it takes.
+        divisors: those among them that are divisors, which must be at least 1.
         by_batch, by_head: whether the mask depends on them.
     """
 
@@ -55,6 +56,7 @@ class Analysis:
     tensors: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
     ints: tuple[int, ...]
+    divisors: tuple[int, ...]
     by_batch: bool
     by_head: bool
 
@@ -63,7 +65,7 @@ class Analysis:
 def analysis(variant: str) -> Analysis | None:
     """The nodes of the mask of a variant key; None if the kernel does not know something in it."""
     try:
-        return _analysed(program(variant))
+        return analysed(program(variant))
     except Unknown:
         return None
 
@@ -75,7 +77,7 @@ def mask_text(variant: str) -> str:
     return f"{traced.allows} | {traced.kv_range} | {traced.full_range} | {tensors}"
 
 
-def _analysed(traced: Program) -> Analysis:
+def analysed(traced: Program) -> Analysis:
     expressions = (traced.allows, *traced.kv_range, *traced.full_range)
     symbols = {str(node.args[0]) for each in expressions for node in nodes(each) if node.op == "symbol"}
     ints = tuple(number for number in range(traced.ints) if f"i{number}" in symbols)
@@ -85,7 +87,8 @@ def _analysed(traced: Program) -> Analysis:
         (graph.input(name, "first", span=span), graph.input(name, "last", span=span)) for name, span in spans.items()
     )
     numbers = {"b": (0, MOST_BATCH), "h": (0, MOST_HEADS), "seqlen_k": (1, MOST_POSITIONS)}
-    numbers |= {f"i{number}": (-MOST_NUMBER, MOST_NUMBER) for number in ints}
+    divisors = tuple(number for number in ints if any(_divides(f"i{number}", each) for each in expressions))
+    numbers |= {f"i{number}": (1 if number in divisors else -MOST_NUMBER, MOST_NUMBER) for number in ints}
     points = {name: _point(graph.input(name, span=span)) for name, span in numbers.items()}
     of_tile = {
         "q": Ends(_tensor(q_first), _tensor(q_last), spans["q"], MOST_BLOCK - 1),
@@ -107,8 +110,14 @@ def _analysed(traced: Program) -> Analysis:
         raise Unknown("a mask of very many operations")
     return Analysis(
         kind, tuple(used.row_loads), tuple(used.column_loads), tuple(sorted(used.tensors)), tuple(used.sizes), ints,
-        "b" in symbols, "h" in symbols,
+        divisors, "b" in symbols, "h" in symbols,
     )  # fmt: skip
+
+
+def _divides(name: str, expr: Any) -> bool:
+    """Whether a number is a divisor in an expression."""
+    divisors = (node.args[1] for node in nodes(expr) if node.op in ("floordiv", "mod"))
+    return any(isinstance(each, Expr) and each.op == "symbol" and each.args[0] == name for each in divisors)
 
 
 def _tensor(register: Register) -> Tensor:

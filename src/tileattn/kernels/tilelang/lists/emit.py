@@ -14,8 +14,6 @@ from ....variant.intervals.values import INT32, within
 from .registers import BOOL, FLOAT, INT, Register
 
 Names = tuple[Any, ...]
-# The least integer has no literal in C++: its digits are those of a number that is not one of int64.
-LEAST = -(2**63)
 
 
 class Emitter:
@@ -98,7 +96,7 @@ def _start(node: Register) -> Any:
     """A number that no element exceeds, or falls below."""
     assert node.span is not None
     greatest = node.span[1] if node.op == "least" else node.span[0]
-    return _literal(greatest, dtype_of(node))
+    return T.cast(greatest, dtype_of(node))
 
 
 def _place(firsts: list[Any], counts: list[Any], number: Any) -> list[Any]:
@@ -139,20 +137,14 @@ def dtype_of(node: Register) -> str:
 
 def _cast(value: Any, node: Register, dtype: str) -> Any:
     if node.op == "number" and node.kind == INT:
-        return _literal(node.number, dtype)
+        return T.cast(node.number, dtype)
     return value if dtype_of(node) == dtype else T.cast(value, dtype)
 
 
 def _number(node: Register) -> Any:
     if node.kind == BOOL:
         return T.bool(node.number)
-    return T.float64(node.number) if node.kind == FLOAT else _literal(node.number, dtype_of(node))
-
-
-def _literal(number: int, dtype: str) -> Any:
-    if number == LEAST:
-        return T.shift_left(T.int64(-1), T.int64(63))
-    return T.cast(number, dtype)
+    return T.cast(node.number, dtype_of(node))
 
 
 _OPS: dict[str, Callable[..., Any]] = {

@@ -6,7 +6,7 @@ that it does not do itself (analysis.py). Nothing is read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ....call.facts import device_arch
 from ....call.inputs import Operands
 from ....variant.evaluated import values_of
-from ....variant.expression import Expr
+from ....variant.expression import Expr, has_symbol
 from ....variant.intervals.evaluator import Evaluator
 from ....variant.intervals.tiles import grid
 from ....variant.intervals.values import Ends, Floats
@@ -24,6 +24,7 @@ from ..tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
 from .analysis import MOST_BATCH, MOST_BLOCK, MOST_HEADS, MOST_NUMBER, MOST_POSITIONS, Analysis, analysis
 from .library import ListsJob, lists_function
 
+LISTED_ARCH = "sm_90a"  # the Hopper schedules walk over lists
 MOST_ELEMENTS = 2**31 - 1  # of a tensor that the kernel reads
 
 
@@ -36,8 +37,8 @@ def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch
 
 
 def jobs_of(variant: str, arch: str) -> tuple[ListsJob, ...]:
-    """The kernel that calls of a variant make their lists with, if there is one."""
-    has_kernel = variant and is_listed(variant) and analysis(variant) is not None
+    """The kernel that long calls of a variant make their lists with, if there is one: on sm_90a alone."""
+    has_kernel = variant and arch == LISTED_ARCH and is_listed(variant) and analysis(variant) is not None
     return (ListsJob(variant, arch),) if has_kernel else ()
 
 
@@ -49,6 +50,7 @@ def fits(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut) -> bool:
         and sizes.heads <= MOST_HEADS
         and sizes.batch <= MOST_BATCH
         and all(abs(operands.ints[number]) <= MOST_NUMBER for number in of.ints)
+        and all(operands.ints[number] >= 1 for number in of.divisors)
         and all(1 <= operands.tensors[number].shape[axis] <= MOST_NUMBER for number, axis in of.sizes)
         and all(1 <= operands.tensors[number].numel() <= MOST_ELEMENTS for number in of.tensors)
     )
@@ -94,20 +96,19 @@ def _bounds(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut, device: to
     planes = {"b": _numbers(sizes.batch, 0, device), "h": _numbers(sizes.heads, 1, device)}
     shape = sizes.batch if of.by_batch else 1, sizes.heads if of.by_head else 1
     sides = (("q", q, of.row_loads), ("k", k, of.column_loads))
-    return [_of_side(loads, values, planes | {name: ends}, shape) for name, ends, loads in sides if loads]
+    return [
+        _of_side(loads, Evaluator(values, planes | {name: ends}, device), len(ends.first), shape)
+        for name, ends, loads in sides
+        if loads
+    ]
 
 
-def _of_side(
-    loads: tuple[Expr, ...], values: Mapping[str, Any], positions: Mapping[str, Ends], planes: tuple[int, int]
-) -> Tensor:
-    """The bounds of loads, each at all of its rows of tiles."""
-    *_, ends = positions.values()
-    device = ends.first.device
-    evaluate = Evaluator(values, positions, device)
+def _of_side(loads: tuple[Expr, ...], evaluate: Evaluator, tiles: int, planes: tuple[int, int]) -> Tensor:
+    """The bounds of loads, each at all of its rows of tiles, or columns."""
     found = [evaluate(load) for load in loads]
-    if all(bounds.lo.dim() <= 1 for bounds in found):
-        planes = (1, 1)  # none depends on the batch element or the head
-    result = torch.empty(len(loads), 2, *planes, len(ends.first), dtype=torch.int64, device=device)
+    if not any(has_symbol(load, name) for load in loads for name in "bh"):
+        planes = (1, 1)
+    result = torch.empty(len(loads), 2, *planes, tiles, dtype=torch.int64, device=found[0].lo.device)
     for of_load, bounds in zip(result, found):
         assert not isinstance(bounds, Floats)
         of_load[0].copy_(bounds.lo)

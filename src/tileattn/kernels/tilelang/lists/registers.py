@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....variant.intervals.values import INT64, Span, within
+from ....variant.intervals.values import INT32, INT64, Span, within
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 
@@ -183,6 +183,8 @@ class Graph:
         if kind == INT:
             assert span is not None
             span = span if within(span, INT64) else INT64
+            if span[0] == span[1] and op != "number":
+                return self.filled(span[0])  # type: ignore[no-any-return]
         key = (op, *(id(arg) if isinstance(arg, Register) else (type(arg), arg) for arg in args))
         if key not in self.known:
             self.known[key] = Register(self, op, args, kind, span)
@@ -222,6 +224,8 @@ class Graph:
             return self.node(op, (x, y), BOOL, (0, 1))
         if x.kind == FLOAT:
             return self.node(op, (x, y), FLOAT, None)
+        if op == "shift" and within(x.span, INT32):  # type: ignore[arg-type]
+            y = self.filled(min(y.number, 31))  # which an int32 shifted by more is equal to
         return self.node(op, (x, y), INT, _span(op, x, y))
 
     def _of_numbers(self, op: str, x: Register, y: Register) -> Register:
