@@ -5,17 +5,16 @@ Every integer is checked to lie within its node's span, by which the kernel choo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tileattn.kernels.tilelang.lists.analysis import Analysis
+from tileattn.kernels.tilelang.lists.analysis import Analysis, WideLoad
 from tileattn.kernels.tilelang.lists.registers import BOOL, INT, Register
-from tileattn.variant.intervals.evaluator import Evaluator
 from tileattn.variant.intervals.tables import over_ranges
-from tileattn.variant.intervals.values import Ends, Floats
+from tileattn.variant.intervals.values import Ends
 
 
 class Interpreter:
@@ -35,11 +34,7 @@ class Interpreter:
         self.inputs: dict[Any, Any] = {("b",): b, ("h",): h, ("seqlen_k",): seqlen_k}
         for name, ends in (("q", q), ("k", k)):
             self.inputs |= {(name, "first"): ends.first, (name, "last"): ends.last}
-        sides = (("row", "q", q, of.row_loads), ("column", "k", k, of.column_loads))
-        self.bounded = {
-            side: [Evaluator(values, {name: ends, "b": b, "h": h}, torch.device("cpu"))(load) for load in loads]
-            for side, name, ends, loads in sides
-        }
+        self.wide = {"row": of.row_loads, "column": of.column_loads}
 
     def kinds(self) -> Tensor:
         return self(self.of.kind).expand(self.inputs["q", "first"].shape)
@@ -63,23 +58,40 @@ class Interpreter:
             if name[0] == "size":
                 return self.values[f"t{name[1]}"].shape[name[2]]
             return self.inputs[name] if name in self.inputs else self.values[name[0]]
-        if node.op == "bounded":
-            side, load, end, _ = node.args
-            bounds = self.bounded[side][load]
-            assert not isinstance(bounds, Floats)
-            return (bounds.hi if end else bounds.lo).long()
+        if node.op == "wide":
+            side, load, end = node.args
+            of = self.wide[side][load]
+            self._check_reads(of)
+            return self._ends(of.number, of.firsts, of.lasts, of.widths)[end]
         if node.op in ("element", "least", "greatest"):
             number, rank, *rest = node.args
-            firsts, lasts = ([self(each) for each in rest[i * rank : (i + 1) * rank]] for i in range(2))
-            for first, last, size in zip(firsts, lasts, self.values[f"t{number}"].shape):
-                assert (first >= 0).all()
-                assert (last < size).all()
-            least, greatest, _ = over_ranges(self.values[f"t{number}"], list(zip(firsts, lasts)))
-            return (greatest if node.op == "greatest" else least).long()
+            return self._ends(number, rest[:rank], rest[rank : 2 * rank])[node.op == "greatest"]
         args = [self(each) if isinstance(each, Register) else each for each in node.args]
         if node.op == "floordiv":
             return torch.div(*args, rounding_mode="floor")
         return _OPS[node.op](*args) if node.kind != BOOL or node.op != "not" else ~args[0]
+
+
+    def _ends(
+        self, number: int, firsts: Sequence[Register], lasts: Sequence[Register], widths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The least and the greatest element of a box, which lies within the tensor."""
+        tensor = self.values[f"t{number}"]
+        ranges = [(self(first), self(last)) for first, last in zip(firsts, lasts)]
+        for axis, (first, last) in enumerate(ranges):
+            assert (first >= 0).all()
+            assert (first <= last).all()
+            assert (last < tensor.shape[axis]).all()
+            assert widths is None or (last - first <= min(widths[axis], 2**62)).all()
+        least, greatest, _ = over_ranges(tensor, ranges)
+        return least.long(), greatest.long()
+
+    def _check_reads(self, load: WideLoad) -> None:
+        """A wide load's indices are known without the tile on the other side."""
+        side = "q" if load in self.wide["row"] else "k"
+        for index in (*load.firsts, *load.lasts):
+            names = {node.args[0] for node in nodes_of(index) if node.op == "input"}
+            assert not names & ({"q", "k"} - {side})
 
 
 _OPS: dict[str, Any] = {

@@ -5,8 +5,8 @@ operations make the lists: only that sizes and numbers are below the bounds of t
 before each launch. Forms in which a run-time number is a factor are no linear forms. The bounds of a tile may be wider
 for that, and never wrong.
 
-Tensors are read in two ways. Where few elements are at the indices of a tile, the kernel reads them. A load that
-depends on the row of tiles alone, or on the column alone, is bounded before by PyTorch: one element a row.
+Tensors are read in two ways. Where few elements are at the indices of a tile, a thread reads them. A load that depends
+on the row of tiles alone, or on the column alone, is *wide*: a launch before reads it once for each row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,31 @@ MOST_POSITIONS = 2**24
 MOST_HEADS, MOST_BATCH = 2**12, 2**16
 MOST_BLOCK = 2**9  # positions in a tile
 MOST_NUMBER = 2**30 - 2**26  # of a mask's integers, and sizes of its tensors; the sum of two is an int32
-MOST_READ = 64  # elements that a tile reads of a tensor, at most
+MOST_READ = 64  # elements that a thread reads of a tensor for a tile, at most
+MOST_WIDE = 2**13  # the same of a warp for a row of tiles
 MOST_NODES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class WideLoad:
+    """A load over many elements: those within a box of indices.
+
+    Attributes:
+        number: of the tensor.
+        firsts, lasts: of each dimension the first and the last index, within the tensor.
+        sizes: of the tensor.
+        widths: of each dimension a number that last - first never exceeds.
+        span: of the elements.
+        by_plane: whether it depends on the batch element or the head.
+    """
+
+    number: int
+    firsts: tuple[Register, ...]
+    lasts: tuple[Register, ...]
+    sizes: tuple[Register, ...]
+    widths: tuple[int, ...]
+    span: Span
+    by_plane: bool
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,7 @@ class Analysis:
 
     Attributes:
         kind: the kind of a tile, before its ends are looked at (:class:`tileattn.variant.intervals.tiles.Kind`).
-        row_loads, column_loads: loads that are bounded before, by row of tiles and by column.
+        row_loads, column_loads: wide loads, by row of tiles and by column. One comes after those that its indices need.
         tensors: the numbers of the tensors that the kernel reads itself.
         sizes: (number of a tensor, axis) of the sizes that it takes.
         ints: the numbers of the integers that it takes.
@@ -51,8 +74,8 @@ class Analysis:
     """
 
     kind: Register
-    row_loads: tuple[Expr, ...]
-    column_loads: tuple[Expr, ...]
+    row_loads: tuple[WideLoad, ...]
+    column_loads: tuple[WideLoad, ...]
     tensors: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
     ints: tuple[int, ...]
@@ -132,8 +155,8 @@ def _point(number: Register) -> Ends:
 class _Used:
     """What the kernel takes of a call, in the order in which the rules ask for it."""
 
-    row_loads: list[Expr] = field(default_factory=list)
-    column_loads: list[Expr] = field(default_factory=list)
+    row_loads: list[WideLoad] = field(default_factory=list)
+    column_loads: list[WideLoad] = field(default_factory=list)
     tensors: set[int] = field(default_factory=set)
     sizes: list[tuple[int, int]] = field(default_factory=list)
 
@@ -185,30 +208,32 @@ class _Bounds(Evaluator):
         is_bool = tensor.dtype is torch.bool
         span = (0, 1) if is_bool else (torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max)
         point = all(each.is_point for each in index)
-        if math.prod(self.integers.width_of(each) + 1 for each in index) <= MOST_READ:
-            lo, hi = self._read(name, index, span)
-        else:
-            lo, hi = self._bounded_before(expr, span)
+        number = int(name[1:])
+        self.used.tensors.add(number)
+        sizes = tuple(self._as_int(self._size(name, axis)).lo for axis in range(len(index)))
+        firsts, lasts = (
+            tuple(end.clamp(min=0).clamp(max=size - 1) for end, size in zip(ends, sizes))
+            for ends in ([each.lo for each in index], [each.hi for each in index])
+        )
+        widths = tuple(self.integers.width_of(each) for each in index)
+        load = WideLoad(number, *map(_registers, (firsts, lasts, sizes)), widths, span, _by_plane(expr))
+        few = math.prod(width + 1 for width in widths) <= MOST_READ
+        lo, hi = self._read(load) if few else self._read_before(expr, load)
         hi = lo if point else hi
         if is_bool:
             conditions = tuple(_tensor(each != 0) for each in (lo, hi))
             return Bools(conditions[0], conditions[0] if point else conditions[1], self._key(key))
         return self.integers.atom(key, _tensor(lo), _tensor(hi), span)
 
-    def _read(self, name: str, index: list[Ints], span: Span) -> tuple[Register, Register]:
-        """The least and the greatest of few elements, which the kernel reads."""
-        number = int(name[1:])
-        self.used.tensors.add(number)
-        sizes = [self._as_int(self._size(name, axis)).lo for axis in range(len(index))]
-        firsts = [each.lo.clamp(min=0).clamp(max=size - 1) for each, size in zip(index, sizes)]
-        lasts = [each.hi.clamp(min=0).clamp(max=size - 1) for each, size in zip(index, sizes)]
-        args = (number, len(index), *firsts, *lasts, *sizes)
-        if all(first is last for first, last in zip(firsts, lasts)):
-            element = self.graph.node("element", args, INT, span)
+    def _read(self, load: WideLoad) -> tuple[Register, Register]:
+        """The least and the greatest of few elements, which a thread reads for its tile."""
+        args = (load.number, len(load.sizes), *load.firsts, *load.lasts, *load.sizes)
+        if all(first is last for first, last in zip(load.firsts, load.lasts)):
+            element = self.graph.node("element", args, INT, load.span)
             return element, element
-        return self.graph.node("least", args, INT, span), self.graph.node("greatest", args, INT, span)
+        return self.graph.node("least", args, INT, load.span), self.graph.node("greatest", args, INT, load.span)
 
-    def _bounded_before(self, expr: Expr, span: Span) -> tuple[Register, Register]:
+    def _read_before(self, expr: Expr, load: WideLoad) -> tuple[Register, Register]:
         """The least and the greatest element that a row or a column of tiles reads."""
         if any(has_symbol(expr, name) for name in ("q_lo", "q_hi", "seqlen_k")):
             raise Unknown("a load over many elements in the ranges of a mask")
@@ -216,9 +241,14 @@ class _Bounds(Evaluator):
         if of_q and of_k:
             raise Unknown("a load over many elements by query and key")
         side, loads = ("column", self.used.column_loads) if of_k else ("row", self.used.row_loads)
-        loads.append(expr)
-        planes = has_symbol(expr, "b") or has_symbol(expr, "h")
-        lo, hi = (
-            self.graph.node("bounded", (side, len(loads) - 1, end, planes), INT, span) for end in range(2)
-        )
+        loads.append(load)
+        lo, hi = (self.graph.node("wide", (side, len(loads) - 1, end), INT, load.span) for end in range(2))
         return lo, hi
+
+
+def _registers(tensors: tuple[Tensor, ...]) -> tuple[Register, ...]:
+    return cast("tuple[Register, ...]", tensors)
+
+
+def _by_plane(expr: Expr) -> bool:
+    return has_symbol(expr, "b") or has_symbol(expr, "h")

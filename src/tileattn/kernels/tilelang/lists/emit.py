@@ -10,10 +10,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....variant.intervals.values import INT32, within
+from ....variant.intervals.values import INT32, Span, within
+from .analysis import WideLoad
 from .registers import BOOL, FLOAT, INT, Register
 
 Names = tuple[Any, ...]
+WARP = 32
 
 
 class Emitter:
@@ -22,13 +24,13 @@ class Emitter:
     Args:
         inputs: int32 expressions by the names of inputs (``("q", "first")``).
         tensors: flat buffers by the tensors' numbers.
-        bounded: by side ("row", "column") what ``bounded[load, end, plane, tile]`` is read from, plane, and tile.
+        wide: returns the two bounds of a wide load, of a side ("row", "column") and of a number.
     """
 
     def __init__(
-        self, inputs: Mapping[Names, Any], tensors: Mapping[int, Any], bounded: Mapping[str, tuple[Any, Any, Any]]
+        self, inputs: Mapping[Names, Any], tensors: Mapping[int, Any], wide: Callable[[Emitter, str, int], Any]
     ) -> None:
-        self.inputs, self.tensors, self.bounded = inputs, tensors, bounded
+        self.inputs, self.tensors, self.wide = inputs, tensors, wide
         self.values: dict[Register, Any] = {}
 
     def __call__(self, root: Register) -> Any:
@@ -54,10 +56,9 @@ class Emitter:
         return T.alloc_var(dtype_of(node), init=T.cast(value, dtype_of(node)))[0]
 
     def _computed(self, node: Register) -> Any:
-        if node.op == "bounded":
-            side, load, end, planes = node.args
-            buffer, plane, tile = self.bounded[side]
-            return buffer[load, end, plane if planes else 0, tile]
+        if node.op == "wide":
+            side, load, end = node.args
+            return self.wide(self, side, load)[end]
         if node.op in ("element", "least", "greatest"):
             return self._loaded(node)
         if node.op == "double":
@@ -77,26 +78,34 @@ class Emitter:
         firsts, lasts, sizes = ([self.values[each] for each in rest[i * rank : (i + 1) * rank]] for i in range(3))
         if node.op == "element":
             return self.tensors[number][_flat(firsts, sizes)]
-        of = T.min if node.op == "least" else T.max
-        return _reduced(self.tensors[number], of, dtype_of(node), _start(node), firsts, lasts, sizes)
+        assert node.span is not None
+        return _ends(self.tensors[number], node.span, firsts, lasts, sizes)[node.op == "greatest"]
+
+    def ends_by_warp(self, load: WideLoad, lane: Any) -> Any:
+        """The bounds of a wide load, whose elements a warp's lanes share."""
+        firsts, lasts, sizes = ([self(each) for each in ends] for ends in (load.firsts, load.lasts, load.sizes))
+        return _ends(self.tensors[load.number], load.span, firsts, lasts, sizes, lane, WARP)
 
 
 @T.macro
-def _reduced(buffer, of, dtype, start, firsts, lasts, sizes):
-    """The least or the greatest element of a box."""
-    result = T.alloc_var(dtype, init=start)
-    counts = [T.cast(last - first + 1, "int32") for first, last in zip(firsts, lasts)]
+def _ends(buffer, span, firsts, lasts, sizes, lane=0, lanes=1):
+    """The least and the greatest element of a box, of which a lane reads one in `lanes`. span: of the elements."""
+    dtype = dtype_of_span(span)
+    least, greatest = T.alloc_var(dtype, init=T.cast(span[1], dtype)), T.alloc_var(dtype, init=T.cast(span[0], dtype))
+    counts = [T.alloc_var("int32", init=T.cast(last - first + 1, "int32"))[0] for first, last in zip(firsts, lasts)]
     elements = T.alloc_var("int32", init=_product(counts))
-    for i in T.serial(elements):
-        result = of(result, T.cast(buffer[_flat(_place(firsts, counts, i), sizes)], dtype))
-    return result
-
-
-def _start(node: Register) -> Any:
-    """A number that no element exceeds, or falls below."""
-    assert node.span is not None
-    greatest = node.span[1] if node.op == "least" else node.span[0]
-    return T.cast(greatest, dtype_of(node))
+    for step in T.serial(T.truncdiv(elements + (lanes - 1), lanes)):
+        i = T.min(step * lanes + lane, elements - 1)
+        element = T.alloc_var(dtype, init=T.cast(buffer[_flat(_place(firsts, counts, i), sizes)], dtype))
+        least = T.min(least, element)
+        greatest = T.max(greatest, element)
+    if lanes > 1:
+        for i in T.unroll(5):
+            other = T.alloc_var(dtype, init=T.shfl_xor(least, 1 << i))
+            least = T.min(least, other)
+            other = T.shfl_xor(greatest, 1 << i)
+            greatest = T.max(greatest, other)
+    return least, greatest
 
 
 def _place(firsts: list[Any], counts: list[Any], number: Any) -> list[Any]:
@@ -132,7 +141,12 @@ def dtype_of(node: Register) -> str:
     if node.kind == BOOL:
         return "bool"
     assert node.span is not None
-    return "int32" if within(node.span, INT32) else "int64"
+    return dtype_of_span(node.span)
+
+
+def dtype_of_span(span: Span) -> str:
+    """The type of integers within a span."""
+    return "int32" if within(span, INT32) else "int64"
 
 
 def _cast(value: Any, node: Register, dtype: str) -> Any:

@@ -1,29 +1,36 @@
 """The lists of tiles of a call: by the kernel where it knows the mask, else by PyTorch's operations.
 
-The kernel takes one launch, and two where lines are sorted. Before that come some operations of PyTorch for each load
-that it does not do itself (analysis.py). Nothing is read on the host.
+The kernel takes one launch, one more where lines are sorted, and one where a mask has wide loads (analysis.py).
+Nothing is read on the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....call.facts import device_arch
 from ....call.inputs import Operands
-from ....variant.evaluated import values_of
-from ....variant.expression import Expr, has_symbol
-from ....variant.intervals.evaluator import Evaluator
-from ....variant.intervals.tiles import grid
-from ....variant.intervals.values import Ends, Floats
 from ..host import as_bytes
 from ..tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
-from .analysis import MOST_BATCH, MOST_BLOCK, MOST_HEADS, MOST_NUMBER, MOST_POSITIONS, Analysis, analysis
+from .analysis import (
+    MOST_BATCH,
+    MOST_BLOCK,
+    MOST_HEADS,
+    MOST_NUMBER,
+    MOST_POSITIONS,
+    MOST_WIDE,
+    Analysis,
+    WideLoad,
+    analysis,
+)
 from .library import ListsJob, lists_function
 
+BOUNDS, COUNTS, LISTS = range(3)  # what a launch does, as in kernel.py
+WARPS = 4  # of a block
 LISTED_ARCH = "sm_90a"  # the Hopper schedules walk over lists
 MOST_ELEMENTS = 2**31 - 1  # of a tensor that the kernel reads
 
@@ -53,7 +60,14 @@ def fits(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut) -> bool:
         and all(operands.ints[number] >= 1 for number in of.divisors)
         and all(1 <= operands.tensors[number].shape[axis] <= MOST_NUMBER for number, axis in of.sizes)
         and all(1 <= operands.tensors[number].numel() <= MOST_ELEMENTS for number in of.tensors)
+        and all(_elements(load, operands) <= MOST_WIDE for load in (*of.row_loads, *of.column_loads))
     )
+
+
+def _elements(load: WideLoad, operands: Operands) -> int:
+    """The most elements of a tensor that a wide load may read for a row of tiles."""
+    sizes = operands.tensors[load.number].shape
+    return math.prod(min(width + 1, size) for width, size in zip(load.widths, sizes))
 
 
 def by_kernel(
@@ -66,59 +80,50 @@ def by_kernel(
     every = batch * heads * lines
     tiles = torch.empty(every, capacity, dtype=torch.int32, device=device)
     counts = torch.empty(every, 2, dtype=torch.int32, device=device)
-    order, costs = (torch.empty(2, every, dtype=torch.int32, device=device) if cut.longest_first else (None, None))
+    order, costs = (torch.empty(every, dtype=torch.int32, device=device) if cut.longest_first else None for _ in "ab")
     unused = counts.view(-1)
-    given = (
-        *_bounds(of, operands, sizes, cut, device),
-        *(as_bytes(operands.tensors[number]).reshape(-1) for number in of.tensors),
-        *(operands.tensors[number].shape[axis] for number, axis in of.sizes),
-        *(operands.ints[number] for number in of.ints),
-    )
-    numbers = (
-        int(cut.by_keys), int(cut.masks_queries), cut.block_M, cut.block_N, sizes.seqlen_q, sizes.seqlen_k, lines,
-        capacity, heads,
-    )  # fmt: skip
-    if order is None or costs is None:
-        function(tiles, counts, unused, unused, *given, 1, 0, *numbers)
-    else:
-        function(tiles, counts, order, costs, *given, 0, 1, *numbers)
-        function(tiles, counts, order, costs, *given, 1, 1, *numbers)
+    bounds = [
+        torch.empty(len(loads), 2, batch * heads if by_plane(loads) else 1, count, dtype=torch.int64, device=device)
+        for loads, count in ((of.row_loads, rows), (of.column_loads, columns))
+        if loads
+    ]
+    tensors = [as_bytes(operands.tensors[number]).reshape(-1) for number in of.tensors]
+    shapes = [operands.tensors[number].shape[axis] for number, axis in of.sizes]
+    ints = [operands.ints[number] for number in of.ints]
+
+    def launch(phase: int, blocks: int) -> None:
+        function(
+            tiles,
+            counts,
+            unused if order is None else order,
+            unused if costs is None else costs,
+            *bounds,
+            *tensors,
+            *shapes,
+            *ints,
+            blocks,
+            phase,
+            int(cut.longest_first),
+            int(cut.by_keys),
+            int(cut.masks_queries),
+            cut.block_M,
+            cut.block_N,
+            sizes.seqlen_q,
+            sizes.seqlen_k,
+            lines,
+            capacity,
+            heads,
+        )
+
+    if bounds:
+        warps = sum(each.shape[2] * each.shape[3] for each in bounds)
+        launch(BOUNDS, -(-warps // WARPS))
+    if cut.longest_first:
+        launch(COUNTS, every)
+    launch(LISTS, every)
     return TileLists(tiles, counts, heads * lines * of.by_batch, lines * of.by_head, order)
 
 
-def _bounds(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> list[Tensor]:
-    """The bounds of loads by row of tiles, and by column: int64 (loads, 2, planes or 1, tiles)."""
-    if not of.row_loads and not of.column_loads:
-        return []
-    values = values_of(operands)
-    q, k = grid(sizes.seqlen_q, sizes.seqlen_k, cut.block_M, cut.block_N, device)
-    q = Ends(q.first[:, 0], q.last[:, 0], q.span, q.width)
-    planes = {"b": _numbers(sizes.batch, 0, device), "h": _numbers(sizes.heads, 1, device)}
-    shape = sizes.batch if of.by_batch else 1, sizes.heads if of.by_head else 1
-    sides = (("q", q, of.row_loads), ("k", k, of.column_loads))
-    return [
-        _of_side(loads, Evaluator(values, planes | {name: ends}, device), len(ends.first), shape)
-        for name, ends, loads in sides
-        if loads
-    ]
-
-
-def _of_side(loads: tuple[Expr, ...], evaluate: Evaluator, tiles: int, planes: tuple[int, int]) -> Tensor:
-    """The bounds of loads, each at all of its rows of tiles, or columns."""
-    found = [evaluate(load) for load in loads]
-    if not any(has_symbol(load, name) for load in loads for name in "bh"):
-        planes = (1, 1)
-    result = torch.empty(len(loads), 2, *planes, tiles, dtype=torch.int64, device=found[0].lo.device)
-    for of_load, bounds in zip(result, found):
-        assert not isinstance(bounds, Floats)
-        of_load[0].copy_(bounds.lo)
-        of_load[1].copy_(bounds.hi)
-    return result.flatten(2, 3)
-
-
-def _numbers(count: int, axis: int, device: torch.device) -> Ends:
-    """The numbers of batch elements (axis 0) or heads (axis 1), to be broadcast with rows of tiles on axis 2."""
-    shape = [1, 1, 1]
-    shape[axis] = count
-    number = torch.arange(count, device=device).view(shape)
-    return Ends(number, number, (0, count - 1), 0)
+def by_plane(loads: tuple[WideLoad, ...]) -> bool:
+    """Whether any of the loads depends on the batch element or the head."""
+    return any(load.by_plane for load in loads)
