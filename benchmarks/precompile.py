@@ -65,7 +65,7 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
-from tileattn.kernels.tilelang.lists.launch import jobs_of
+from tileattn.kernels.tilelang.lists.launch import lists_jobs
 from tileattn.kernels.tilelang.lists.library import ListsJob
 from tileattn.runtime import append as append_runtime
 from tileattn.runtime import decoding
@@ -124,7 +124,7 @@ class _Requested:
 
 def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob, ...]:
     """The kernel that makes the tiles' lists that this configuration walks over."""
-    return jobs_of(call.variant, call.arch) if getattr(config, "listed", False) else ()
+    return lists_jobs(call.variant, call.arch) if getattr(config, "listed", False) else ()
 
 
 def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:

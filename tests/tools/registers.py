@@ -71,7 +71,6 @@ class Interpreter:
             return torch.div(*args, rounding_mode="floor")
         return _OPS[node.op](*args) if node.kind != BOOL or node.op != "not" else ~args[0]
 
-
     def _ends(
         self, number: int, firsts: Sequence[Register], lasts: Sequence[Register], widths: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:

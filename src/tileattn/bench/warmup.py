@@ -24,7 +24,7 @@ from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
-from tileattn.kernels.tilelang.lists.launch import jobs_of as lists_jobs
+from tileattn.kernels.tilelang.lists.launch import lists_jobs
 from tileattn.runtime.decoding import page_rows_of, with_variant
 from tileattn.variant.program import with_alignment
 

@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 
 def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
-    """The lists of a call, made now or found; arguments as of :func:`tileattn.kernels.tilelang.tile_lists.make_lists`."""
+    """The lists of a call, made now or found; arguments as of :func:`make`."""
     read = [operands.tensors[number] for number in tensors_of(variant)]
     on_gpu = device.type == "cuda"
     # Tensors of inference mode have no versions.

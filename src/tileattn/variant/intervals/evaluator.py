@@ -145,9 +145,7 @@ class Evaluator:
             decided = comparisons.of_floats(op, self._as_float(x), self._as_float(y))
         else:
             decided = comparisons.of_integers(op, self._as_int(x), self._as_int(y), self.integers)
-        always, sometimes = (
-            filled(each, self.device) if isinstance(each, bool) else each for each in decided
-        )
+        always, sometimes = (filled(each, self.device) if isinstance(each, bool) else each for each in decided)
         return Bools(always, sometimes, self._key(op, x.key, y.key))
 
     def _selected(self, op: str, args: list[Bounds], key: Hashable) -> Bounds:

@@ -54,13 +54,13 @@ def never_zero(form: Form, atoms: list[Ints]) -> Tensor | bool:
         constant = times * point.lo + constant
     common = math.gcd(*(times for _, times in terms))
     if common == 0:
-        return constant != 0  # type: ignore[no-any-return]
+        return constant != 0
     never = constant % common != 0
     if never is True or len(terms) > 2 or all(abs(times) == common for _, times in terms):
-        return never  # type: ignore[no-any-return]  # of the rest intervals tell as much
+        return never  # of the rest intervals tell as much
     (x, a), (y, b) = ((atom, times // common) for atom, times in terms)
     if points and max(abs(a), abs(b)) > INT32[1]:
-        return never  # type: ignore[no-any-return]
+        return never
     return never | _never_zero(a, b, constant // common, x, y)
 
 

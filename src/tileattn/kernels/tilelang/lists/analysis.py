@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ....variant.expression import Expr, has_symbol, nodes
 from ....variant.intervals.evaluator import Evaluator
-from ....variant.intervals.values import Bools, Bounds, Ends, Floats, Ints, Span
 from ....variant.intervals.tiles import Kind
+from ....variant.intervals.values import Bools, Bounds, Ends, Floats, Ints, Span
 from ....variant.program import Program, program
 from .registers import INT, Graph, Register, Unknown
 

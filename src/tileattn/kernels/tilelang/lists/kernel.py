@@ -66,9 +66,7 @@ def lists_kernel(analysis: Analysis, dtypes: dict[int, str]) -> Any:
             number: builder.prim_func_arg(f"t{number}", T.Tensor([T.dynamic(f"t{number}_size")], dtypes[number]))
             for number in analysis.tensors
         }
-        arg.sizes = {
-            of: builder.prim_func_arg(f"t{of[0]}_size{of[1]}", T.int32()) for of in analysis.sizes
-        }
+        arg.sizes = {of: builder.prim_func_arg(f"t{of[0]}_size{of[1]}", T.int32()) for of in analysis.sizes}
         arg.ints = {number: builder.prim_func_arg(f"i{number}", T.int32()) for number in analysis.ints}
         for name in NUMBERS:
             setattr(arg, name, builder.prim_func_arg(name, T.int32()))

@@ -43,7 +43,7 @@ def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch
     return by_kernel(lists_function(variant, device_arch(device)), found, operands, sizes, cut, device)
 
 
-def jobs_of(variant: str, arch: str) -> tuple[ListsJob, ...]:
+def lists_jobs(variant: str, arch: str) -> tuple[ListsJob, ...]:
     """The kernel that long calls of a variant make their lists with, if there is one: on sm_90a alone."""
     has_kernel = variant and arch == LISTED_ARCH and is_listed(variant) and analysis(variant) is not None
     return (ListsJob(variant, arch),) if has_kernel else ()
