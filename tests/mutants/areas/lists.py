@@ -80,7 +80,14 @@ MUTANTS: list[Mutant] = [
         {
             "lists: the kernel's equal lines from the first row on": ("& (row > number)", "& (row < number)"),
             "lists: the kernel's later warps begin as the first": ("all_whole + first - mixed", "all_whole - mixed"),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/lists/kernel.py",
+        (f"{EMULATED}::test_the_same_bits_as_by_pytorch[everything]",),
+        {
             "lists: the kernel masks no last keys": ("(column + 1) * arg.block_N > arg.seqlen_k", "column < 0"),
+            "lists: the kernel masks no last queries": ("(row + 1) * arg.block_M > arg.seqlen_q", "row < 0"),
         },
     ),
     *mutants(

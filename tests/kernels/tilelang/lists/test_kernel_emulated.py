@@ -34,7 +34,7 @@ ALL: dict[str, Mask] = {
     **{f"{name}-1213": pattern(name, 1213, 3, "cpu").mask for name in NAMES},
     "same-block": SameBlock() & FunctionMask(lambda b, h, q, k: k % 2 == 0),
 }
-USUAL = ("dilated", "image", "images-text", "by-both", "documents-or-window", "blocks-1213")
+USUAL = ("dilated", "everything", "image", "images-text", "by-both", "documents-or-window", "blocks-1213")
 # Lines of several tiles for each thread, and of fewer than there are threads.
 LONG = [
     (Sizes(2, 3, 1213, 1213), Cut(8, 2)),
@@ -84,10 +84,11 @@ def test_the_same_bits_as_by_pytorch(name: str) -> None:
 
 
 def test_a_table_by_batch_element_and_position() -> None:
-    """Bounded before, for each batch element; beside one by head alone, which the kernel reads."""
+    """Bounded before, for each batch element; beside one by head alone and one number, which the kernel reads."""
     ends = torch.arange(1213).repeat(2, 1) // torch.tensor([[100], [300]]) * 100 + 150
     widths = torch.tensor([400, 600, 5000], dtype=torch.int16)
-    mask = FunctionMask(lambda b, h, q, k: (k < load(ends, b, q)) & (q - k < load(widths, h)))
+    least = torch.tensor(-900)
+    mask = FunctionMask(lambda b, h, q, k: (k < load(ends, b, q)) & (q - k < load(widths, h)) & (q - k > load(least)))
     for sizes, cut in LONG:
         assert_equal(*by_both_ways(mask, sizes, cut))
 

@@ -85,7 +85,9 @@ def test_divisors_are_positive() -> None:
 def test_one_kernel_for_all_numbers_and_modifications() -> None:
     plain, other = (encode(Dilated(left, dilation=step), ())[0] for left, step in ((511, 4), (77, 9)))
     assert lists_key(plain, "sm_90a") == lists_key(other, "sm_90a")
-    assert mask_text(plain) == mask_text(encode(Dilated(511, dilation=4), (SoftCap(3.0),))[0])
+    slopes = torch.ones(2)
+    for mod in (SoftCap(3.0), lambda score, b, h, q, k: score * slopes[h]):
+        assert mask_text(plain) == mask_text(encode(Dilated(511, dilation=4), (mod,))[0])
     assert lists_key(plain, "sm_90a") != lists_key(key(pattern("strided", 512, 1, "cpu").mask), "sm_90a")
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ....variant.expression import Expr, has_symbol, nodes
+from ....variant.expression import Expr, TensorSymbol, has_symbol, nodes
 from ....variant.intervals.evaluator import Evaluator
 from ....variant.intervals.tiles import Kind
 from ....variant.intervals.values import Bools, Bounds, Ends, Floats, Ints, Span
@@ -59,7 +59,7 @@ class WideLoad:
     by_plane: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """The nodes of a mask.
 
@@ -84,7 +84,7 @@ class Analysis:
     by_head: bool
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def analysis(variant: str) -> Analysis | None:
     """The nodes of the mask of a variant key; None if the kernel does not know something in it."""
     try:
@@ -96,12 +96,19 @@ def analysis(variant: str) -> Analysis | None:
 def mask_text(variant: str) -> str:
     """The canonical text of what lists depend on: equal texts mean equal kernels."""
     traced = program(variant)
-    tensors = " ".join(f"{each.name}:{each.dtype}:{each.ones}" for each in traced.tensors)
+    loads = (node.args[0] for each in _expressions(traced) for node in nodes(each) if node.op in ("load", "size"))
+    names = {each.name if isinstance(each, TensorSymbol) else str(each) for each in loads}
+    tensors = " ".join(f"{each.name}:{each.dtype}:{each.ones}" for each in traced.tensors if each.name in names)
     return f"{traced.allows} | {traced.kv_range} | {traced.full_range} | {tensors}"
 
 
 def analysed(traced: Program) -> Analysis:
-    expressions = (traced.allows, *traced.kv_range, *traced.full_range)
+    """The nodes of a traced mask.
+
+    Raises:
+        Unknown: the kernel does not know something in it.
+    """
+    expressions = _expressions(traced)
     symbols = {str(node.args[0]) for each in expressions for node in nodes(each) if node.op == "symbol"}
     ints = tuple(number for number in range(traced.ints) if f"i{number}" in symbols)
     graph, used = Graph(), _Used()
@@ -135,6 +142,11 @@ def analysed(traced: Program) -> Analysis:
         kind, tuple(used.row_loads), tuple(used.column_loads), tuple(sorted(used.tensors)), tuple(used.sizes), ints,
         divisors, "b" in symbols, "h" in symbols,
     )  # fmt: skip
+
+
+def _expressions(traced: Program) -> tuple[Any, ...]:
+    """What lists depend on."""
+    return (traced.allows, *traced.kv_range, *traced.full_range)
 
 
 def _divides(name: str, expr: Any) -> bool:
