@@ -15,7 +15,7 @@ pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.test_tile_lists import CPU, CUTS, MASKS, SIZES, WALKS, SameBlock
 from tests.tools.random_masks import Generator
-from tileattn import FunctionMask, Mask
+from tileattn import Dilated, FunctionMask, Mask, Neighborhood
 from tileattn.bench.sparse_masks import NAMES, pattern
 from tileattn.kernels.tilelang.lists.analysis import analysis
 from tileattn.kernels.tilelang.lists.kernel import lists_kernel
@@ -93,13 +93,15 @@ def test_a_table_by_batch_element_and_position() -> None:
         assert_equal(*by_both_ways(mask, sizes, cut))
 
 
-def test_numbers_at_run_time_make_no_other_kernel() -> None:
-    def mask(number: int) -> Mask:
-        return FunctionMask(lambda b, h, q, k: ((q - k) % number < 2) & (k <= q // number * number))
-
-    sizes, cut = SIZES["square"], CUTS["keys"]
-    for number in (1, 3, 40, 1000):
-        assert_equal(*by_both_ways(mask(number), sizes, cut))
+def test_one_kernel_serves_all_numbers() -> None:
+    """Windows, and divisors."""
+    dilated = [Dilated(511, dilation=4), Dilated(100, dilation=7), Dilated(0, dilation=1), Dilated(900, dilation=128)]
+    images = [Neighborhood((36, 34), (9, 9)), Neighborhood((17, 71), (5, 13)), Neighborhood((2, 600), (1, 599))]
+    for masks in (dilated, images):
+        assert len({encode(mask, ())[0] for mask in masks}) == 1
+        for mask in masks:
+            for cut in (CUTS["keys"], CUTS["sorted"]):
+                assert_equal(*by_both_ways(mask, SIZES["square"], cut))
 
 
 @pytest.mark.slow

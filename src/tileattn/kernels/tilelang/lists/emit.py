@@ -1,6 +1,7 @@
 """Emits registers (registers.py) as TileLang statements: each node is a variable that is assigned once.
 
-Integers are int32 where spans say that they and their operands fit, else int64.
+Integers are int32 where spans say that they and their operands fit, else int64. Indices are variables, too: with sums
+of products in their place TileLang took 20 s for a kernel instead of 3.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Emitter:
         number, rank, *rest = node.args
         firsts, lasts, sizes = ([self.values[each] for each in rest[i * rank : (i + 1) * rank]] for i in range(3))
         if node.op == "element":
-            return self.tensors[number][_flat(firsts, sizes)]
+            return self.tensors[number][T.alloc_var("int64", init=_flat(firsts, sizes))[0]]
         assert node.span is not None
         return _ends(self.tensors[number], node.span, firsts, lasts, sizes)[node.op == "greatest"]
 
@@ -95,8 +96,9 @@ def _ends(buffer, span, firsts, lasts, sizes, lane=0, lanes=1):
     counts = [T.alloc_var("int32", init=T.cast(last - first + 1, "int32"))[0] for first, last in zip(firsts, lasts)]
     elements = T.alloc_var("int32", init=_product(counts))
     for step in T.serial(T.truncdiv(elements + (lanes - 1), lanes)):
-        i = T.min(step * lanes + lane, elements - 1)
-        element = T.alloc_var(dtype, init=T.cast(buffer[_flat(_place(firsts, counts, i), sizes)], dtype))
+        i = T.alloc_var("int32", init=T.min(step * lanes + lane, elements - 1))
+        place = T.alloc_var("int64", init=_flat(_place(firsts, counts, i), sizes))
+        element = T.alloc_var(dtype, init=T.cast(buffer[place], dtype))
         least = T.min(least, element)
         greatest = T.max(greatest, element)
     if lanes > 1:
@@ -127,7 +129,7 @@ def _product(counts: list[Any]) -> Any:
 def _flat(indices: list[Any], sizes: list[Any]) -> Any:
     """The index in a contiguous tensor of these sizes, as one dimension."""
     if not indices:
-        return 0
+        return T.int64(0)
     place = T.cast(indices[0], "int64")
     for index, size in zip(indices[1:], sizes[1:]):
         place = place * T.cast(size, "int64") + T.cast(index, "int64")

@@ -81,7 +81,7 @@ def _kernel(arg):
         warp, lane = thread // WARP, thread % WARP
         if len(arg.bounds) > 0:
             if arg.phase == BOUNDS:
-                _bound(arg, block * WARPS + warp, lane)
+                _bound(arg, T.alloc_var("int32", init=block * WARPS + warp), lane)
         # [WARPS, FACTS]
         facts = T.alloc_shared([WARPS, FACTS], "int32")
         plane = T.alloc_var("int32", init=T.truncdiv(block, arg.lines))
@@ -208,7 +208,7 @@ def _emitted(arg: Any, plane: Any, row: Any, column: Any) -> Any:
 def _bound(arg, number, lane):
     """Writes the bounds of wide loads of the number-th row of tiles, and then columns, of all planes."""
     for of in _sides(arg):
-        if (number >= of.first) & (number < of.first + of.planes * of.tiles):
+        if (number >= of.first) & (number < of.end):
             plane = T.alloc_var("int32", init=T.truncdiv(number - of.first, of.tiles))
             tile = T.alloc_var("int32", init=number - of.first - plane * of.tiles)
             for load, ends in enumerate(_bounds_by_warp(arg, of.side, plane, tile, lane)):
@@ -221,9 +221,11 @@ def _sides(arg: Any) -> list[SimpleNamespace]:
     """The sides with wide loads: where their bounds go, and the number of their first row of tiles among all."""
     sides, first = [], 0
     for side, bounds in arg.bounds.items():
-        _, _, planes, tiles = bounds.shape
-        sides.append(SimpleNamespace(side=side, bounds=bounds, planes=planes, tiles=tiles, first=first))
-        first = first + planes * tiles
+        # In variables: TileLang's passes take seconds where such sums stand in conditions.
+        tiles = T.alloc_var("int32", init=bounds.shape[3])[0]
+        end = T.alloc_var("int32", init=first + bounds.shape[2] * bounds.shape[3])[0]
+        sides.append(SimpleNamespace(side=side, bounds=bounds, tiles=tiles, first=first, end=end))
+        first = end
     return sides
 
 
