@@ -84,9 +84,12 @@ def test_the_same_bits_as_by_pytorch(name: str) -> None:
 
 
 def test_a_table_by_batch_element_and_position() -> None:
-    """Bounded before, for each batch element; beside one by head alone and one number, which the kernel reads."""
-    ends = torch.arange(1213).repeat(2, 1) // torch.tensor([[100], [300]]) * 100 + 150
-    widths = torch.tensor([400, 600, 5000], dtype=torch.int16)
+    """Bounded before, for each batch element; beside one by head alone and one number, which the kernel reads.
+
+    One has gaps between its elements, and one is transposed.
+    """
+    ends = (torch.arange(1213)[:, None].repeat(1, 2) // torch.tensor([100, 300]) * 100 + 150).T
+    widths = torch.tensor([400, 0, 600, 0, 5000, 0], dtype=torch.int16)[::2]
     least = torch.tensor(-900)
     mask = FunctionMask(lambda b, h, q, k: (k < load(ends, b, q)) & (q - k < load(widths, h)) & (q - k > load(least)))
     for sizes, cut in LONG:

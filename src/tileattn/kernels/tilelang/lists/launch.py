@@ -87,7 +87,7 @@ def by_kernel(
         for loads, count in ((of.row_loads, rows), (of.column_loads, columns))
         if loads
     ]
-    tensors = [as_bytes(operands.tensors[number]).reshape(-1) for number in of.tensors]
+    tensors = [as_bytes(operands.tensors[number]).reshape(-1).contiguous() for number in of.tensors]
     shapes = [operands.tensors[number].shape[axis] for number, axis in of.sizes]
     ints = [operands.ints[number] for number in of.ints]
 
