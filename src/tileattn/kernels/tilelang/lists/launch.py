@@ -6,6 +6,7 @@ Nothing is read on the host.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -78,9 +79,9 @@ def by_kernel(
     lines, capacity = (columns, rows) if cut.by_keys else (rows, columns)
     batch, heads = sizes.batch if of.by_batch else 1, sizes.heads if of.by_head else 1
     every = batch * heads * lines
-    tiles = torch.empty(every, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(every, 2, dtype=torch.int32, device=device)
-    order, costs = (torch.empty(every, dtype=torch.int32, device=device) if cut.longest_first else None for _ in "ab")
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    tiles, counts = new(every, capacity), new(every, 2)
+    order, costs = (new(every), new(every)) if cut.longest_first else (None, None)
     unused = counts.view(-1)
     bounds = [
         torch.empty(len(loads), 2, batch * heads if by_plane(loads) else 1, count, dtype=torch.int64, device=device)
