@@ -41,7 +41,8 @@ from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang.backward import launch as backward_launch
 from tileattn.kernels.tilelang.forward.choice import chosen
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes, make_lists
+from tileattn.kernels.tilelang.lists.launch import make as make_lists
+from tileattn.kernels.tilelang.tile_lists import Cut, Sizes
 from tileattn.measure.rounds import order
 from tileattn.variant.key import encode
 

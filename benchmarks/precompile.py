@@ -65,6 +65,8 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.kernels.tilelang.lists.launch import lists_jobs
+from tileattn.kernels.tilelang.lists.library import ListsJob
 from tileattn.runtime import append as append_runtime
 from tileattn.runtime import decoding
 from tileattn.runtime import operators as ops
@@ -93,11 +95,11 @@ class _Requested:
     def ask(self, call: AttentionCall, config: Config) -> Any:
         """A stand-in for `forward_function`."""
         # For fp8 the forward kernel is asked for before the other.
-        self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
+        self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8), *_of_lists(call, config))
 
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
         """A stand-in for `backward_kernels`."""
-        self._add(*kernel_jobs(call, config))
+        self._add(*kernel_jobs(call, config), *_of_lists(call.forward, config))
 
     def ask_main(self, call: BackwardCall, config: MainConfig) -> Any:
         """A stand-in for `main_kernel`, which is asked for before the other kernels."""
@@ -118,6 +120,11 @@ class _Requested:
         for job in jobs:
             self.jobs.setdefault(job.key, job)
         raise _Asked
+
+
+def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob, ...]:
+    """The kernel that makes the tiles' lists that this configuration walks over."""
+    return lists_jobs(call.variant, call.arch) if getattr(config, "listed", False) else ()
 
 
 def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +192,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob | PackedKeysJob | SharesJob):
+    if isinstance(job, AppendJob | ListsJob | PackedKeysJob | SharesJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small

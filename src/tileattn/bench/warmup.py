@@ -24,6 +24,7 @@ from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.kernels.tilelang.lists.launch import lists_jobs
 from tileattn.runtime.decoding import page_rows_of, with_variant
 from tileattn.variant.program import with_alignment
 
@@ -143,7 +144,8 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
     going_back = _distinct(job for call in backward for job in all_jobs(call))
-    return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back]
+    lists = _distinct(job for call in wanted for job in lists_jobs(call.variant, call.arch))
+    return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back, *lists]
 
 
 def _distinct(given: Iterable[AnyJob]) -> list[AnyJob]:

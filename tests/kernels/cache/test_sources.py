@@ -28,13 +28,16 @@ from tileattn.kernels.tilelang.decode import library as decode_library
 from tileattn.kernels.tilelang.decode.config import default as decode_default
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.kernels.tilelang.lists import library as lists_library
 from tileattn.kernels.tilelang.packed import library as packed_library
+from tileattn.variant.key import encode
 
 PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
 CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
 APPEND = AppendCall(torch.bfloat16, 64, 64, arch="sm_90a")
 DECODE = DecodeCall(torch.bfloat16, 64, 64, arch="sm_90a")
+LISTED = encode(tileattn.Dilated(511, dilation=4), ())[0]
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
@@ -74,6 +77,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         "backward.shares.add",
         f"{COMPILER} backward.shares.add",
         lambda: backward_launch.SharesJob(torch.bfloat16, "sm_90a").key,
+    ),
+    "tile_lists": (
+        "lists.kernel",
+        f"{COMPILER} lists.analysis lists.emit lists.registers",
+        lambda: lists_library.lists_key(LISTED, "sm_90a"),
     ),
     "append": (
         "append.kernel",
@@ -120,9 +128,10 @@ FOLDERS = (
     "forward",
     "forward.amd",
     "forward.hopper",
+    "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"kept_lists", "tile_lists"}
+HOST |= {"kept_lists", "tile_lists", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
@@ -316,8 +325,12 @@ EDITS = [
             "decode_plan",
             "packed_keys",
             "shares",
+            "tile_lists",
         },
     ),
+    ("lists/emit.py", {"tile_lists"}),
+    ("lists/launch.py", set()),
+    ("../../variant/intervals/integers.py", {"tile_lists"}),
     ("backward/shares/add.py", {"shares"}),
     ("backward/places.py", {"backward"}),
     ("backward/shares/waves.py", set()),
@@ -329,7 +342,7 @@ EDITS = [
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan"}),
+    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "tile_lists"}),
 ]
 
 
@@ -365,7 +378,7 @@ TRACED = """
 import sys
 import torch
 from dataclasses import replace
-from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
+from tileattn import ALiBi, Bias, Causal, Dilated, Documents, FunctionMask, SoftCap
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.decoding import DecodeCall
@@ -380,6 +393,9 @@ from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.shares.add import add_kernel
+from tileattn.kernels.tilelang.lists.analysis import analysis
+from tileattn.kernels.tilelang.lists.kernel import lists_kernel
+from tileattn.kernels.tilelang.lists.library import dtypes_of
 from tileattn.variant.key import encode
 from tileattn.variant.program import program, with_alignment
 
@@ -444,6 +460,11 @@ for forward, deterministic in BACKWARD:
     for name in launch.kernel_names(backward):
         made("backward." + name, lambda: kernels.kernel_of(backward, name, tiles))
 made("shares", lambda: add_kernel(torch.bfloat16))
+IDS = torch.arange(9)
+for mask in (Dilated(511, dilation=4), FunctionMask(lambda b, h, q, k: IDS[q] == IDS[k]), Documents(IDS) | Causal()):
+    text = encode(mask, ())[0]
+    dtypes = dtypes_of(text)  # traces the mask
+    made("tile_lists", lambda: lists_kernel(analysis(text), dtypes))
 """
 
 

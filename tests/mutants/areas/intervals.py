@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
         PACKAGE + "linear.py",
         SOUND,
         {
-            "intervals: a residue of the other sign": ("residue = -c * pow", "residue = c * pow"),
+            "intervals: a residue of the other sign": ("residue = -(c % step) * pow", "residue = c * pow"),
             "intervals: the last multiple is left out": ("% step > last", "% step >= last"),
             "intervals: factors of a rest divide": (
                 "tuple((atom, times // n) for atom, times in x.terms if times % n == 0)",

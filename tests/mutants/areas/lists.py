@@ -7,6 +7,7 @@ from ..mutant import Mutant, mutants
 TILELANG = "kernels/tilelang"
 FILE = f"{TILELANG}/test_tile_lists.py"
 LISTS = (f"{FILE}::test_lists_beside_every_pair",)
+EMULATED = f"{TILELANG}/lists/test_kernel_emulated.py"
 ORDER = (f"{TILELANG}/forward/test_longest_first.py",)
 
 MUTANTS: list[Mutant] = [
@@ -35,6 +36,59 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/tile_lists.py",
         (f"{FILE}::test_without_a_mask_and_of_a_matrix_nothing_is_listed",),
         {"lists: a matrix of pairs is read for its tiles": ("return len(indices) > 1 and", "return False and")},
+    ),
+    *mutants(
+        f"{TILELANG}/lists/registers.py",
+        (f"{TILELANG}/lists/test_analysis.py",),
+        {
+            "lists: the span of a difference": ("return a - d, b - c", "return a - c, b - d"),
+            "lists: a comparison that may hold always holds": ("(b < c, a < d)", "(a < d, a < d)"),
+            "lists: a minimum by the wrong span": (
+                "(y, x) if y.span[1] <= x.span[0]",
+                "(y, x) if y.span[0] <= x.span[0]",
+            ),
+        },
+    ),
+    *mutants(
+        "variant/intervals/integers.py",
+        (f"{TILELANG}/lists/test_analysis.py::test_run_time_numbers",),
+        {"intervals: the same remainder in several quotients": ("one = first == last", "one = first <= last")},
+    ),
+    *mutants(
+        "variant/intervals/linear.py",
+        (f"{TILELANG}/lists/test_analysis.py::test_run_time_numbers",),
+        {
+            "intervals: a point with another factor": (
+                "constant = times * point.lo + constant",
+                "constant = point.lo + constant",
+            )
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/lists/analysis.py",
+        (f"{EMULATED}::test_a_table_by_batch_element_and_position",),
+        {
+            "lists: batch elements share a wide load": (
+                'has_symbol(expr, "b") or has_symbol(expr, "h")',
+                'has_symbol(expr, "h")',
+            )
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/lists/kernel.py",
+        (f"{EMULATED}::test_the_same_bits_as_by_pytorch[dilated]",),
+        {
+            "lists: the kernel's equal lines from the first row on": ("& (row > number)", "& (row < number)"),
+            "lists: the kernel's later warps begin as the first": ("all_whole + first - mixed", "all_whole - mixed"),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/lists/kernel.py",
+        (f"{EMULATED}::test_the_same_bits_as_by_pytorch[everything]",),
+        {
+            "lists: the kernel masks no last keys": ("(column + 1) * arg.block_N > arg.seqlen_k", "column < 0"),
+            "lists: the kernel masks no last queries": ("(row + 1) * arg.block_M > arg.seqlen_q", "row < 0"),
+        },
     ),
     *mutants(
         f"{TILELANG}/tile_lists.py",

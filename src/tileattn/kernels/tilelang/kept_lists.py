@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ...call.graph_memory import is_of_a_graph
 from ...call.inputs import Operands
-from .tile_lists import Cut, Sizes, TileLists, make_lists, tensors_of
+from .lists.launch import make
+from .tile_lists import Cut, Sizes, TileLists, tensors_of
 
 MOST_KEPT, MOST_BYTES = 32, 2**28
 
@@ -43,12 +44,12 @@ _lock = threading.Lock()
 
 
 def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
-    """The lists of a call, made now or found; arguments as of :func:`make_lists`."""
+    """The lists of a call, made now or found; arguments as of :func:`make`."""
     read = [operands.tensors[number] for number in tensors_of(variant)]
     on_gpu = device.type == "cuda"
     # Tensors of inference mode have no versions.
     if (on_gpu and is_of_a_graph(device)) or any(tensor.is_inference() for tensor in read):
-        return make_lists(variant, operands, sizes, cut, device)
+        return make(variant, operands, sizes, cut, device)
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None
     key = variant, sizes, cut, device, stream, tuple(operands.ints), tuple(operands.floats), tuple(map(id, read))
     versions = tuple(tensor._version for tensor in read)
@@ -57,7 +58,7 @@ def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: t
         if found is not None and found.versions == versions and _are(found.tensors, read):
             _kept.move_to_end(key)
             return found.lists
-    lists = make_lists(variant, operands, sizes, cut, device)
+    lists = make(variant, operands, sizes, cut, device)
     _keep(key, _Kept(tuple(map(weakref.ref, read)), versions, lists))
     return lists
 

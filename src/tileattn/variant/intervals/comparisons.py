@@ -31,7 +31,7 @@ def of_integers(op: str, x: Ints, y: Ints, integers: Integers) -> Decided:
             always = always | ((exact[0] == 0) & (exact[1] == 0))
             sometimes = sometimes & (exact[0] <= 0) & (exact[1] >= 0)
             never = never_zero(difference, integers.atoms)
-            sometimes = sometimes & ~never if isinstance(never, Tensor) else sometimes & (not never)
+            sometimes = sometimes & _not(never)
         return always, sometimes
     strict = op == "lt"
     always, sometimes = _less(x.lo, x.hi, y.lo, y.hi, strict)

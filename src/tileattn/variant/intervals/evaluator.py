@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..operations import COMPARISONS
 from . import comparisons, floats, tables
 from .bits import bitwise
 from .integers import Integers
-from .values import INT32, INT64, Bools, Bounds, Ends, Floats, Ints, Span, hull, within
+from .values import INT32, INT64, Bools, Bounds, Ends, Floats, Ints, Place, Span, filled, hull, within
 
 _EXACT = 2**24  # integers up to this size are float32 numbers
 _POSITIONS = (-(2**24), 2**24)  # of sequences that kernels take, see variant/int32_range.py
@@ -30,7 +30,7 @@ class Evaluator:
         positions: ``q``, ``k``, ``b`` and ``h`` in each tile by their names: numbers or `Ends`.
     """
 
-    def __init__(self, values: dict[str, Any], positions: dict[str, int | Ends], device: torch.device) -> None:
+    def __init__(self, values: Mapping[str, Any], positions: Mapping[str, int | Ends], device: Place) -> None:
         self.values, self.device = values, device
         self.integers = Integers(device)
         self.known: dict[int, Bounds] = {}
@@ -57,12 +57,12 @@ class Evaluator:
 
     def _number(self, number: Any) -> Bounds:
         if isinstance(number, bool):
-            always = torch.full((), number, device=self.device)
+            always = filled(number, self.device)
             return Bools(always, always, self._key("bool", number))
         if isinstance(number, int):
             return self.integers.constant(number)
         number = float(number)
-        value = torch.full((), number, dtype=torch.float64, device=self.device)
+        value = filled(number, self.device)
         lo, hi = floats.flushed(value, value)
         if ctypes.c_float(number).value != number:
             lo, hi, _ = floats.widened(value, value, value.isnan())
@@ -79,10 +79,9 @@ class Evaluator:
         if expr.op in ("load", "size"):
             symbol, *index = expr.args
             name = symbol.name if isinstance(symbol, TensorSymbol) else symbol
-            tensor = self.values[name]
             if expr.op == "size":
-                return self._number(int(tensor.shape[index[0]]))
-            return self._load(name, tensor, [self._as_int(self(each)) for each in index])
+                return self._size(name, index[0])
+            return self._load(expr, name, [self._as_int(self(each)) for each in index])
         args = [self(arg) for arg in expr.args]
         if expr.op in COMPARISONS:
             return self._compared(expr.op, *args)
@@ -122,7 +121,7 @@ class Evaluator:
         if isinstance(x, Floats):
             return x
         x = self._as_int(x)
-        no = torch.zeros((), dtype=torch.bool, device=self.device)
+        no = filled(False, self.device)
         lo, hi = x.lo.double(), x.hi.double()
         if not within(x.span, (-_EXACT, _EXACT)):
             exact = (x.lo >= -_EXACT) & (x.hi <= _EXACT)
@@ -146,9 +145,7 @@ class Evaluator:
             decided = comparisons.of_floats(op, self._as_float(x), self._as_float(y))
         else:
             decided = comparisons.of_integers(op, self._as_int(x), self._as_int(y), self.integers)
-        always, sometimes = (
-            each if isinstance(each, Tensor) else torch.full((), each, device=self.device) for each in decided
-        )
+        always, sometimes = (filled(each, self.device) if isinstance(each, bool) else each for each in decided)
         return Bools(always, sometimes, self._key(op, x.key, y.key))
 
     def _selected(self, op: str, args: list[Bounds], key: Hashable) -> Bounds:
@@ -182,14 +179,18 @@ class Evaluator:
         lo, hi = _chosen(yes, no, i, j)
         return self.integers.atom(key, lo, hi, hull(i.span, j.span))
 
-    def _load(self, name: str, tensor: Tensor, index: list[Ints]) -> Bounds:
+    def _size(self, name: str, axis: int) -> Bounds:
+        return self._number(int(self.values[name].shape[axis]))
+
+    def _load(self, expr: Expr, name: str, index: list[Ints]) -> Bounds:
         """The range of the elements at these indices, which are clamped to the tensor as in evaluation."""
         key = ("load", name, *(each.form for each in index))
         if key not in self.by_key:
-            self.by_key[key] = self._elements(tensor, index, key)
+            self.by_key[key] = self._elements(expr, name, index, key)
         return self.by_key[key]
 
-    def _elements(self, tensor: Tensor, index: list[Ints], key: Hashable) -> Bounds:
+    def _elements(self, expr: Expr, name: str, index: list[Ints], key: Hashable) -> Bounds:
+        tensor = self.values[name]
         if tensor.numel() == 0:
             return self._anything(tensor, key)
         clamped = [
@@ -212,12 +213,12 @@ class Evaluator:
 
     def _anything(self, tensor: Tensor, key: Hashable) -> Bounds:
         """An element of a tensor without elements."""
-        no, yes = (torch.full((), value, device=self.device) for value in (False, True))
+        no, yes = (filled(value, self.device) for value in (False, True))
         if tensor.dtype == torch.bool:
             return Bools(no, yes, self._key(key))
         if not tensor.dtype.is_floating_point:
             return self.integers.unknown(key)
-        infinite = torch.full((), math.inf, dtype=torch.float64, device=self.device)
+        infinite = filled(math.inf, self.device)
         return Floats(-infinite, infinite, yes, self._key(key))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .linear import divided, plus, scaled, share
-from .values import INT32, INT64, SAFE, Form, Ints, Span, filled, hull, within
+from .values import INT32, INT64, SAFE, Form, Ints, Place, Span, filled, hull, within
 
 _NOTHING = Form((), 0)
 
@@ -21,7 +21,7 @@ _NOTHING = Form((), 0)
 class Integers:
     """Makes bounds of integers, and numbers the atoms of their linear forms."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Place) -> None:
         self.device = device
         self.numbers: dict[Hashable, int] = {}
         self.atoms: list[Ints] = []
@@ -195,6 +195,11 @@ class Integers:
         itself = positive & (x.lo >= 0) & (x.hi < divisor.lo)
         lo = torch.where(positive, torch.where(itself, x.lo, 0), divisor.lo + 1)
         hi = torch.where(positive, torch.where(x.lo >= 0, torch.minimum(x.hi, divisor.hi - 1), divisor.hi - 1), 0)
+        if divisor.is_point and all(within(each.span, (-SAFE // 4, SAFE // 4)) for each in (x, y)):
+            # As by a constant: where x has one quotient in a tile, the remainder is x less a number.
+            first, last = (torch.div(end, divisor.lo, rounding_mode="floor") for end in (x.lo, x.hi))
+            one = first == last
+            lo, hi = (torch.where(one, end - first * divisor.lo, rest) for end, rest in ((x.lo, lo), (x.hi, hi)))
         most = max(map(abs, y.span))
         span = hull((-most, most), x.span) if _is_apart_from_zero(y.span) else INT64
         return self._or_anything(("mod", x.form, y.form), lo, hi, crosses, span)
@@ -259,4 +264,4 @@ def _apart_from_zero(y: Ints) -> tuple[Tensor, Ints]:
     """Where a divisor may be 0, and the divisor with 1 in its place there."""
     crosses = (y.lo <= 0) & (y.hi >= 0)
     lo = torch.where(crosses, 1, y.lo)
-    return crosses, y._replace(lo=lo, hi=torch.where(crosses, 1, y.hi))
+    return crosses, y._replace(lo=lo, hi=lo if y.is_point else torch.where(crosses, 1, y.hi))

@@ -7,11 +7,12 @@ of 4.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .values import Form, Ints
+from .values import INT32, Form, Ints
 
 
 def plus(x: Form, y: Form, factor: int = 1) -> Form:
@@ -42,23 +43,32 @@ def divided(x: Form, n: int) -> tuple[Form, Form]:
 
 
 def never_zero(form: Form, atoms: list[Ints]) -> Tensor | bool:
-    """Where the form has no zero: for at most two atoms exactly, for more by their factors' common divisor."""
-    common = math.gcd(*(times for _, times in form.terms))
+    """Where the form has no zero: for at most two atoms exactly, for more by their factors' common divisor.
+
+    Atoms that are the same at all positions of a tile count as part of the constant.
+    """
+    points = [(atoms[atom], times) for atom, times in form.terms if atoms[atom].is_point]
+    terms = [(atoms[atom], times) for atom, times in form.terms if not atoms[atom].is_point]
+    constant: Any = form.constant
+    for point, times in points:
+        constant = times * point.lo + constant
+    common = math.gcd(*(times for _, times in terms))
     if common == 0:
-        return form.constant != 0
-    if form.constant % common:
-        return True
-    if len(form.terms) > 2 or all(abs(times) == common for _, times in form.terms):
-        return False  # intervals tell as much
-    (x, a), (y, b) = ((atoms[atom], times // common) for atom, times in form.terms)
-    return _never_zero(a, b, form.constant // common, x, y)
+        return constant != 0
+    never = constant % common != 0
+    if never is True or len(terms) > 2 or all(abs(times) == common for _, times in terms):
+        return never  # of the rest intervals tell as much
+    (x, a), (y, b) = ((atom, times // common) for atom, times in terms)
+    if points and max(abs(a), abs(b)) > INT32[1]:
+        return never
+    return never | _never_zero(a, b, constant // common, x, y)
 
 
-def _never_zero(a: int, b: int, c: int, x: Ints, y: Ints) -> Tensor:
+def _never_zero(a: int, b: int, c: Any, x: Ints, y: Ints) -> Tensor:
     """Where a * x + b * y + c has no zero in the box of x and y; a and b have no common divisor."""
     # Of all integer solutions, x is one residue modulo b, ...
     step = abs(b)
-    residue = -c * pow(a, -1, step) % step
+    residue = -(c % step) * pow(a, -1, step) % step
     # ... and a * x = -c - b * y lies between its values at both ends of y.
     ends = (-c - b * y.lo, -c - b * y.hi)
     low, high = torch.minimum(*ends), torch.maximum(*ends)

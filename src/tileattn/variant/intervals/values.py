@@ -6,7 +6,7 @@ what depends on `q` alone has one for each row of tiles.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,5 +96,18 @@ def within(inner: Span, outer: Span) -> bool:
     return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def filled(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.int64, device=device)
+class Elsewhere(Protocol):
+    """Where values of another kind than tensors are made: expressions of a kernel, on which the same rules work."""
+
+    def filled(self, value: float) -> Tensor: ...
+
+
+Place = torch.device | Elsewhere
+
+
+def filled(value: float, place: Place) -> Tensor:
+    """A number, int64, float64 or bool by its type, as a tensor without dimensions."""
+    if not isinstance(place, torch.device):
+        return place.filled(value)
+    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    return torch.full((), value, dtype=dtype, device=place)

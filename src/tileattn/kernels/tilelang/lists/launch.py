@@ -1,0 +1,130 @@
+"""The lists of tiles of a call: by the kernel where it knows the mask, else by PyTorch's operations.
+
+The kernel takes one launch, one more where lines are sorted, and one where a mask has wide loads (analysis.py).
+Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....call.facts import device_arch
+from ....call.inputs import Operands
+from ..host import as_bytes
+from ..tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
+from .analysis import (
+    MOST_BATCH,
+    MOST_BLOCK,
+    MOST_HEADS,
+    MOST_NUMBER,
+    MOST_POSITIONS,
+    MOST_WIDE,
+    Analysis,
+    WideLoad,
+    analysis,
+)
+from .library import ListsJob, lists_function
+
+BOUNDS, COUNTS, LISTS = range(3)  # what a launch does, as in kernel.py
+WARPS = 4  # of a block
+LISTED_ARCH = "sm_90a"  # the Hopper schedules walk over lists
+MOST_ELEMENTS = 2**31 - 1  # of a tensor that the kernel reads
+
+
+def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
+    """The lists of a call; arguments as of :func:`tileattn.kernels.tilelang.tile_lists.make_lists`."""
+    found = analysis(variant) if device.type == "cuda" and torch.version.hip is None else None
+    if found is None or not fits(found, operands, sizes, cut):
+        return make_lists(variant, operands, sizes, cut, device)
+    return by_kernel(lists_function(variant, device_arch(device)), found, operands, sizes, cut, device)
+
+
+def lists_jobs(variant: str, arch: str) -> tuple[ListsJob, ...]:
+    """The kernel that long calls of a variant make their lists with, if there is one: on sm_90a alone."""
+    has_kernel = variant and arch == LISTED_ARCH and is_listed(variant) and analysis(variant) is not None
+    return (ListsJob(variant, arch),) if has_kernel else ()
+
+
+def fits(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut) -> bool:
+    """Whether a call is within what the kernel assumes."""
+    return (
+        max(sizes.seqlen_q, sizes.seqlen_k) < MOST_POSITIONS
+        and max(cut.block_M, cut.block_N) <= MOST_BLOCK
+        and sizes.heads <= MOST_HEADS
+        and sizes.batch <= MOST_BATCH
+        and all(abs(operands.ints[number]) <= MOST_NUMBER for number in of.ints)
+        and all(operands.ints[number] >= 1 for number in of.divisors)
+        and all(1 <= operands.tensors[number].shape[axis] <= MOST_NUMBER for number, axis in of.sizes)
+        and all(1 <= operands.tensors[number].numel() <= MOST_ELEMENTS for number in of.tensors)
+        and all(_elements(load, operands) <= MOST_WIDE for load in (*of.row_loads, *of.column_loads))
+    )
+
+
+def _elements(load: WideLoad, operands: Operands) -> int:
+    """The most elements of a tensor that a wide load may read for a row of tiles."""
+    sizes = operands.tensors[load.number].shape
+    return math.prod(min(width + 1, size) for width, size in zip(load.widths, sizes))
+
+
+def by_kernel(
+    function: Callable[..., Any], of: Analysis, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device
+) -> TileLists:
+    """The lists by the compiled kernel of the analysis."""
+    rows, columns = -(-sizes.seqlen_q // cut.block_M), -(-sizes.seqlen_k // cut.block_N)
+    lines, capacity = (columns, rows) if cut.by_keys else (rows, columns)
+    batch, heads = sizes.batch if of.by_batch else 1, sizes.heads if of.by_head else 1
+    every = batch * heads * lines
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    tiles, counts = new(every, capacity), new(every, 2)
+    order, costs = (new(every), new(every)) if cut.longest_first else (None, None)
+    unused = counts.view(-1)
+    bounds = [
+        torch.empty(len(loads), 2, batch * heads if by_plane(loads) else 1, count, dtype=torch.int64, device=device)
+        for loads, count in ((of.row_loads, rows), (of.column_loads, columns))
+        if loads
+    ]
+    tensors = [as_bytes(operands.tensors[number]).reshape(-1).contiguous() for number in of.tensors]
+    shapes = [operands.tensors[number].shape[axis] for number, axis in of.sizes]
+    ints = [operands.ints[number] for number in of.ints]
+
+    def launch(phase: int, blocks: int) -> None:
+        function(
+            tiles,
+            counts,
+            unused if order is None else order,
+            unused if costs is None else costs,
+            *bounds,
+            *tensors,
+            *shapes,
+            *ints,
+            blocks,
+            phase,
+            int(cut.longest_first),
+            int(cut.by_keys),
+            int(cut.masks_queries),
+            cut.block_M,
+            cut.block_N,
+            sizes.seqlen_q,
+            sizes.seqlen_k,
+            lines,
+            capacity,
+            heads,
+        )
+
+    if bounds:
+        warps = sum(each.shape[2] * each.shape[3] for each in bounds)
+        launch(BOUNDS, -(-warps // WARPS))
+    if cut.longest_first:
+        launch(COUNTS, every)
+    launch(LISTS, every)
+    return TileLists(tiles, counts, heads * lines * of.by_batch, lines * of.by_head, order)
+
+
+def by_plane(loads: tuple[WideLoad, ...]) -> bool:
+    """Whether any of the loads depends on the batch element or the head."""
+    return any(load.by_plane for load in loads)
