@@ -109,13 +109,6 @@ REMARKS = {
         "launch of the plan costs the host less. [Before](../benchmarks/results/packed/varlen-before-h200.json) the "
         "row had 0.095 ms, 0.936 of dense; it was not measured again."
     ),
-    "packed/varlen-bwd-h200.json": (
-        "The rows of 512 tokens at head dim 64, and `D128 causal` among them, are the host's time, as in the forward "
-        "pass. In the next commit [D128 "
-        "causal](../benchmarks/results/packed/varlen-bwd-512-d128-causal-h200.json) took 0.381 ms and dense "
-        "0.381; [D64 full](../benchmarks/results/packed/varlen-bwd-512-d64-full-h200.json) took 0.561 ms and "
-        "dense 0.531."
-    ),
 }
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -171,7 +171,7 @@ needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="needs
 def test_the_kernels_of_all_cases() -> None:
     """No case is refused, and each bucket has its kernel."""
     jobs = sanitize.jobs(sanitize.CASES["fwd"], ["short", "long"], "sm_90a")
-    forward = {(job.call, job.config) for job in jobs if job.config}
+    forward = {(job.call, job.config) for job in jobs if isinstance(job, Job) and job.config}
     calls = {call for call, _ in forward}
     assert len(calls) >= len(sanitize.CASES["fwd"])
     for call in calls:
