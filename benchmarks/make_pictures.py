@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 DOCS = ROOT / "docs"
 WIDTH = 7.2  # inches of a figure that is as wide as a page's column: texts of 9 points are then easy to read
 LOSSES = RESULTS / "training" / "train-gpt-losses-cpu.json"
+CONTEXT_LOSSES = RESULTS / "parallel"  # of a training on two ranks and one on one
 
 
 def main() -> None:
@@ -141,7 +142,8 @@ def of_training() -> dict[Path, Callable[[], Figure]]:
     """For docs/training.md, docs/parallel.md and docs/parallel-scale.md."""
     return {
         DOCS / "training" / "train_gpt.png": training_losses,
-        DOCS / "parallel" / "losses.png": context_losses,
+        DOCS / "parallel" / "losses.png": partial(losses_of, CONTEXT_LOSSES / "context-losses-cpu.json"),
+        DOCS / "parallel" / "losses-h200.png": partial(losses_of, CONTEXT_LOSSES / "context-losses-h200.json"),
         SCALE_PICTURE: draw_scale,
     }
 
@@ -149,12 +151,6 @@ def of_training() -> dict[Path, Callable[[], Figure]]:
 def training_losses() -> Figure:
     """A training with tileattn's attention and one with PyTorch's."""
     return losses_of(LOSSES)
-
-
-def context_losses() -> Figure:
-    """A training on two ranks and one on one, from the only file of such losses."""
-    (path,) = (RESULTS / "parallel").glob("context-losses-*.json")
-    return losses_of(path)
 
 
 def losses_of(path: Path) -> Figure:

@@ -37,9 +37,11 @@ def test_a_cuda_graph(options: dict[str, Any]) -> None:
 MOST = 28e9 / 2**20  # bytes a token of the whole sequence, on each of two GPUs: 28 GB for a million tokens
 
 
-@pytest.mark.parametrize("options", [{"algorithm": "gather", "head_groups": 8}, {"algorithm": "auto"}], ids=name_of)
-def test_the_most_memory(options: dict[str, Any]) -> None:
-    """Of q, k, v, o, do, dq, dk, dv and lse there are 21.5 GB for a million tokens, of 32 and 8 heads of 128."""
+def test_the_most_memory() -> None:
+    """Of q, k, v, o, do, dq, dk, dv and lse there are 21.5 GB for a million tokens, of 32 and 8 heads of 128.
+
+    At this length "auto" takes fewer groups of heads, which are faster and need more memory.
+    """
     seqlen = 1 << 16
-    for found in on_both(peak, options, seqlen, (32, 8), 128):
+    for found in on_both(peak, {"algorithm": "gather", "head_groups": 8}, seqlen, (32, 8), 128):
         assert found["peak"] <= MOST * seqlen
