@@ -203,6 +203,11 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        f"{TRITON}/plan.py",
+        ("kernels/triton/test_backend.py::test_large_scores_in_float32",),
+        {"triton: float32 in units of log2(e)": ('self.precision in ("bf16x6", "ieee")', "False")},
+    ),
+    *mutants(
         f"{TRITON}/tile/softmax.py",
         INTERPRETED,
         {

@@ -146,8 +146,8 @@ MUTANTS: list[Mutant] = [
         {
             "triton: dlse with the other sign": ("total -= load_rows(dlse", "total += load_rows(dlse"),
             "triton: dq without delta": (
-                "p = probabilities(s * unit - lse2, plan.precision)\n        ds = p * (dp - delta)",
-                "p = probabilities(s * unit - lse2, plan.precision)\n        ds = p * dp",
+                "p = probabilities(s * unit - lse2, plan.natural)\n        ds = p * (dp - delta)",
+                "p = probabilities(s * unit - lse2, plan.natural)\n        ds = p * dp",
             ),
             "triton: dk without the scale": ("store_tile(dk, dk_sum * scale,", "store_tile(dk, dk_sum,"),
             "triton: dq without the scale": ("store_tile(dq, dq_sum * scale,", "store_tile(dq, dq_sum,"),
