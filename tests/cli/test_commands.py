@@ -442,8 +442,8 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     assert result.exit_code == 0
     kernels = re.findall(r"(prepare|main|finish|queries) of backward \((.*)\): (.*): 1.0 s", result.output)
     assert [name for name, _, _ in kernels] == [
-        *("prepare", "main", "finish", "main"), *("prepare", "main", "queries"), *("main", "main"),
-        *("main", "queries"),
+        *("prepare", "main", "finish", "main"), *("prepare", "main", "queries", "main"), *("main", "main"),
+        *("main", "queries", "main"),
     ]  # fmt: skip
     assert kernels[1] == ("main", "bfloat16 d64 full lse needs_grad sm_90a", "dq dk dv")
     assert kernels[8][2] == "dq dk dv dsink"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tileattn.kernels.tilelang.lists.analysis import Analysis, WideLoad
-from tileattn.kernels.tilelang.lists.registers import BOOL, INT, Register
+from tileattn.kernels.tilelang.lists.registers import BOOL, INT, Register, nodes_of
 from tileattn.variant.intervals.tables import over_ranges
 from tileattn.variant.intervals.values import Ends
 
@@ -111,15 +111,3 @@ _OPS: dict[str, Any] = {
     "abs": torch.abs,
     "double": lambda x: x.double(),
 }
-
-
-def nodes_of(root: Register) -> set[Register]:
-    """All nodes that a node needs, itself included."""
-    found: set[Register] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [arg for arg in node.args if isinstance(arg, Register)]
-    return found

@@ -15,7 +15,7 @@ pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.test_tile_lists import CPU, CUTS, MASKS, SIZES, WALKS, SameBlock
 from tests.tools.random_masks import Generator
-from tileattn import Dilated, FunctionMask, Mask, Neighborhood
+from tileattn import BlockSparse, Dilated, FunctionMask, Mask, Neighborhood
 from tileattn.bench.sparse_masks import NAMES, pattern
 from tileattn.kernels.tilelang.lists.analysis import analysis
 from tileattn.kernels.tilelang.lists.kernel import lists_kernel
@@ -26,15 +26,20 @@ from tileattn.math import load
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.expression import Expr
 from tileattn.variant.key import encode
+from tileattn.variant.sparse.blocks import CallSizes
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 ALL: dict[str, Mask] = {
     **MASKS,
     **{f"{name}-1213": pattern(name, 1213, 3, "cpu").mask for name in NAMES},
+    "blocks-of-64-1213": BlockSparse(
+        torch.rand(1, 3, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.3, 64
+    ).in_call(CallSizes(1, 3, 3, 1213, 1213, 0)),
     "same-block": SameBlock() & FunctionMask(lambda b, h, q, k: k % 2 == 0),
 }
-USUAL = ("dilated", "everything", "image", "images-text", "by-both", "documents-or-window", "blocks-1213")
+USUAL = ("dilated", "images-text", "by-both", "blocks-1213",
+         "blocks-of-64-1213")  # fmt: skip
 # Lines of several tiles for each thread, and of fewer than there are threads.
 LONG = [
     (Sizes(2, 3, 1213, 1213), Cut(8, 2)),
@@ -78,7 +83,7 @@ def assert_equal(got: TileLists, expected: TileLists) -> None:
 def test_the_same_bits_as_by_pytorch(name: str) -> None:
     walks = [(SIZES[sizes], CUTS[cut]) for sizes, cut in WALKS]
     for sizes, cut in [*walks, *LONG]:
-        if name == "blocks-1213" and (sizes.seqlen_q, sizes.seqlen_k) != (1213, 1213):
+        if name.startswith("blocks-") and (sizes.seqlen_q, sizes.seqlen_k) != (1213, 1213):
             continue  # of other lengths it is another mask
         assert_equal(*by_both_ways(ALL[name], sizes, cut))
 

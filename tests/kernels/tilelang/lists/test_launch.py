@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tileattn import Causal, Dilated, FunctionMask, Mask, SoftCap
 from tileattn.bench import warmup
 from tileattn.bench.sparse_masks import NAMES, pattern
 from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.lists import launch
 from tileattn.kernels.tilelang.lists.analysis import MOST_NUMBER, MOST_POSITIONS, analysis, mask_text
 from tileattn.kernels.tilelang.lists.launch import by_kernel, fits, lists_jobs
@@ -47,6 +49,9 @@ UNKNOWN = {
     "a table of floats": FunctionMask(lambda b, h, q, k: load(torch.ones(9), q) > 0.5),
     "a table by the distance": FunctionMask(lambda b, h, q, k: load(IDS, abs(q - k)) > 3),
     "a matrix": FunctionMask(lambda b, h, q, k: load(MATRIX, q, k)),
+    # The bounds of an index are those of an equal value before it, which were computed from the other side too.
+    "an index by way of k": FunctionMask(lambda b, h, q, k: (abs(q - k + k) > 5) & (load(IDS, abs(q)) == load(IDS, k))),
+    "an index by way of q": FunctionMask(lambda b, h, q, k: ((q - (q - k)) // 2 > 5) & (load(IDS, k // 2) == 3)),
 }
 
 
@@ -67,6 +72,9 @@ def test_what_the_kernel_assumes_of_a_call() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     assert not fit(FunctionMask(lambda b, h, q, k: load(nothing, q) == load(nothing, k)))
     assert not fit(FunctionMask(lambda b, h, q, k: load(IDS.repeat(4), 100 * q) == k))  # 16384 elements a row
+    for rows, is_taken in ((4, True), (4096, False)):  # of an expanded table, which would be copied
+        of_head = IDS.expand(rows, -1)
+        assert fit(FunctionMask(lambda b, h, q, k, of_head=of_head: load(of_head, h, q) == 3)) == is_taken
 
 
 def test_divisors_are_positive() -> None:
@@ -123,7 +131,12 @@ def test_jobs() -> None:
 
 def test_warmup_compiles_it() -> None:
     call = AttentionCall(torch.bfloat16, 64, 64, key(Dilated(511, dilation=4)), arch="sm_90a")
-    assert [job for job in warmup.jobs([call]) if isinstance(job, ListsJob)] == [ListsJob(call.variant, "sm_90a")]
+    for wanted, expected in (
+        (call, [ListsJob(call.variant, "sm_90a")]),
+        (replace(call, packed=True), []),
+        (replace(call, dtype=FP8), []),
+    ):
+        assert [job for job in warmup.jobs([wanted]) if isinstance(job, ListsJob)] == expected
 
 
 def test_phases_and_warps_are_the_kernels() -> None:

@@ -25,14 +25,15 @@ from ....variant.intervals.evaluator import Evaluator
 from ....variant.intervals.tiles import Kind
 from ....variant.intervals.values import Bools, Bounds, Ends, Floats, Ints, Span
 from ....variant.program import Program, program
-from .registers import INT, Graph, Register, Unknown
+from .registers import INT, Graph, Register, Unknown, nodes_of
 
 # What kernels assume of a call.
 MOST_POSITIONS = 2**24
 MOST_HEADS, MOST_BATCH = 2**12, 2**16
 MOST_BLOCK = 2**9  # positions in a tile
 MOST_NUMBER = 2**30 - 2**26  # of a mask's integers, and sizes of its tensors; the sum of two is an int32
-MOST_READ = 64  # elements that a thread reads of a tensor for a tile, at most
+MOST_READ = 96  # elements that a thread reads of a tensor for a tile, at most: 81 blocks of 64 x 64 in the largest
+MOST_COPIED = 2**22  # elements of a tensor that is copied first, since it is not contiguous
 MOST_WIDE = 2**13  # the same of a warp for a row of tiles
 MOST_NODES = 4096
 
@@ -249,13 +250,21 @@ class _Bounds(Evaluator):
         """The least and the greatest element that a row or a column of tiles reads."""
         if any(has_symbol(expr, name) for name in ("q_lo", "q_hi", "seqlen_k")):
             raise Unknown("a load over many elements in the ranges of a mask")
-        of_q, of_k = has_symbol(expr, "q"), has_symbol(expr, "k")
-        if of_q and of_k:
+        # Not by the expression: the bounds of an index may be those of another expression of the same value.
+        sides = {side for index in (*load.firsts, *load.lasts) for side in _sides(index)}
+        if len(sides) > 1:
             raise Unknown("a load over many elements by query and key")
-        side, loads = ("column", self.used.column_loads) if of_k else ("row", self.used.row_loads)
+        side, loads = ("column", self.used.column_loads) if "column" in sides else ("row", self.used.row_loads)
         loads.append(load)
         lo, hi = (self.graph.node("wide", (side, len(loads) - 1, end), INT, load.span) for end in range(2))
         return lo, hi
+
+
+def _sides(index: Register) -> set[str]:
+    """Of what an index depends on: the row of tiles, its column, or both."""
+    inputs = {node.args[0] for node in nodes_of(index) if node.op == "input"}
+    of_loads = {node.args[0] for node in nodes_of(index) if node.op == "wide"}
+    return {side for name, side in (("q", "row"), ("k", "column")) if name in inputs} | of_loads
 
 
 def _registers(tensors: tuple[Tensor, ...]) -> tuple[Register, ...]:

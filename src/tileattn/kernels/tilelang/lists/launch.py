@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....call.facts import device_arch
 from ....call.inputs import Operands
@@ -20,6 +21,7 @@ from ..tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
 from .analysis import (
     MOST_BATCH,
     MOST_BLOCK,
+    MOST_COPIED,
     MOST_HEADS,
     MOST_NUMBER,
     MOST_POSITIONS,
@@ -60,9 +62,14 @@ def fits(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut) -> bool:
         and all(abs(operands.ints[number]) <= MOST_NUMBER for number in of.ints)
         and all(operands.ints[number] >= 1 for number in of.divisors)
         and all(1 <= operands.tensors[number].shape[axis] <= MOST_NUMBER for number, axis in of.sizes)
-        and all(1 <= operands.tensors[number].numel() <= MOST_ELEMENTS for number in of.tensors)
+        and all(_is_taken(operands.tensors[number]) for number in of.tensors)
         and all(_elements(load, operands) <= MOST_WIDE for load in (*of.row_loads, *of.column_loads))
     )
+
+
+def _is_taken(tensor: Tensor) -> bool:
+    """Whether the kernel takes a tensor: an expanded one would be copied as a whole, a row of it for each head, say."""
+    return 1 <= tensor.numel() <= (MOST_ELEMENTS if tensor.is_contiguous() else MOST_COPIED)
 
 
 def _elements(load: WideLoad, operands: Operands) -> int:

@@ -292,6 +292,18 @@ class Graph:
         return self.node("where", (condition, x, y), INT, span)
 
 
+def nodes_of(root: Register) -> set[Register]:
+    """All nodes that a node needs, itself included."""
+    found: set[Register] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [arg for arg in node.args if isinstance(arg, Register)]
+    return found
+
+
 def _as_float(graph: Graph, x: Register) -> Register:
     return graph.filled(float(x.number)) if x.number is not None else x.double()
 
