@@ -100,8 +100,8 @@ def costs_of_wide(block_M: int, block_N: int, columns: int, slots: int) -> Costs
     """The same of the kernel for dk and dv of wide heads, whose four products have so many columns, with padding.
 
     Not fitted. Whole passes at head dim 256 that fill their waves run at 650 to 669 TFLOPS from 4k tokens on, of seven
-    products (an H200, benchmarks/results/backward/fa-bwd-h200.json), so `WIDE_FLOPS` is near. Whether long walks cost more is not
-    measured, and not reckoned with.
+    products (an H200, benchmarks/results/backward/fa-bwd-h200.json), so `WIDE_FLOPS` is near. Whether long walks cost
+    more is not measured, and not reckoned with.
     """
     return _costs(2 * block_M * block_N * 4 * columns * slots / WIDE_FLOPS, block_N * 2 * columns)
 
