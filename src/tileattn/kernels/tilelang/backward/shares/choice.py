@@ -146,9 +146,10 @@ def work(
     tiles = visible_tiles(seqlen_q, k_shape[1], config.block_M, config.block_N, causal)
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
     masked = forward.variant != ""
-    costs = costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
     if isinstance(config, HopperWideConfig):
         costs = costs_of_wide(config.block_M, config.block_N, config.head_dim(forward), slots)
+    else:
+        costs = costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots, masked)
     if causal and config.block_M == CROWDED and q_shape[1] <= SHORT:
         costs = dataclasses.replace(costs, tile=WIDE_TIME * costs.tile)
     return groups, costs
