@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import tileattn
 from tests.parallel.ranks_plan import traffic
 from tests.tools.ranks.pools import pool, returned
+from tileattn.parallel.sharding.ranges import device_of
 
 ROW = 2 * 2 * 8 * 4  # bytes of k and v of one token: 2 heads of 8 floats each
 
@@ -49,3 +51,11 @@ def test_a_ring_stops_when_no_rank_needs_the_next_block() -> None:
     block = 32 * ROW
     assert forward(4, 128, "contiguous", None, algorithm="ring") == [3 * block] * 4
     assert forward(4, 128, "contiguous", tileattn.SlidingWindow(9), algorithm="ring") == [block] * 4
+
+
+def test_ranges_are_asked_for_where_a_masks_tensors_are() -> None:
+    """Also behind a part that has none: `Causal() & Documents(ids)` on a GPU."""
+    cpu, ids = torch.device("cpu"), torch.zeros(8, dtype=torch.int32, device="meta")
+    for mask in (tileattn.Causal() & tileattn.Documents(ids), tileattn.Documents(ids) & tileattn.Causal()):
+        assert device_of(mask, cpu) == ids.device
+    assert device_of(tileattn.Causal() | tileattn.SlidingWindow(3), cpu) == cpu

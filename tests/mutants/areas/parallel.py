@@ -34,7 +34,11 @@ MUTANTS: list[Mutant] = [
             "parallel: every key is needed": (
                 "return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)",
                 "return none, lengths",
-            )
+            ),
+            "parallel: the device of the first part alone": (
+                "yield from _devices(value)",
+                "yield from [*_devices(value)] or [torch.device('cpu')]",
+            ),
         },
     ),
     *mutants(

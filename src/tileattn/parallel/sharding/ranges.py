@@ -6,7 +6,7 @@ at once. A mask with tensors on a GPU makes the host wait once for each mask and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ _ROWS = 256  # of queries whose keys an area counts at once: the order of a kern
 
 def device_of(mask: Mask | None, default: torch.device) -> torch.device:
     """The device of a mask's tensors, also of those inside; the default if it has none."""
+    return next(_devices(mask), default)
+
+
+def _devices(mask: Mask | None) -> Iterator[torch.device]:
     for value in vars(mask).values() if mask is not None else ():
         if isinstance(value, Tensor) and value.ndim:
-            return value.device
-        if isinstance(value, Mask):
-            return device_of(value, default)
-    return default
+            yield value.device
+        elif isinstance(value, Mask):
+            yield from _devices(value)
 
 
 def key_ranges(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> list[Span]:
