@@ -12,7 +12,7 @@ ORDER = (f"{TILELANG}/forward/test_longest_first.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         LISTS,
         {
             "lists: whole tiles first": ("rank = (kinds + 2) % 3", "rank = (kinds + 1) % 3"),
@@ -25,7 +25,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         (f"{FILE}::test_ranges_hide_what_an_expression_cannot_tell",),
         {
             "lists: no end of the mask's own range": ("(k.last >= lo) & (k.first < hi)", "(k.last >= lo)"),
@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         (f"{FILE}::test_without_a_mask_and_of_a_matrix_nothing_is_listed",),
         {"lists: a matrix of pairs is read for its tiles": ("return len(indices) > 1 and", "return False and")},
     ),
@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         ORDER,
         {
             "lists: the shortest rows first": ("descending=True, stable=True", "descending=False, stable=True"),
@@ -108,7 +108,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/kept_lists.py",
+        "kernels/kept_lists.py",
         (
             f"{FILE}::test_a_write_in_place_is_seen",
             f"{FILE}::test_the_lists_of_a_dead_tensor_are_not_found",

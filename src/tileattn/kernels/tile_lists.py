@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.facts import AttentionCall
-from ...call.inputs import Operands
-from ...variant import sparse
-from ...variant.evaluated import values_of
-from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
-from ...variant.intervals.tiles import Kind, grid, tile_kinds
-from ...variant.intervals.values import Ends
-from ...variant.key import class_named
-from ...variant.masks import FunctionMask, Mask, Or
-from ...variant.program import Program, has_ranges_only, program
-from ...variant.reading import evaluate
+from ..call.facts import AttentionCall
+from ..call.inputs import Operands
+from ..variant import sparse
+from ..variant.evaluated import values_of
+from ..variant.expression import Expr, TensorSymbol, has_symbol, nodes
+from ..variant.intervals.tiles import Kind, grid, tile_kinds
+from ..variant.intervals.values import Ends
+from ..variant.key import class_named
+from ..variant.masks import FunctionMask, Mask, Or
+from ..variant.program import Program, has_ranges_only, program
+from ..variant.reading import evaluate
 
 # Below so many tiles of 128 by 128 a call is over before its lists would be made.
 FEWEST_TILES, USUAL_TILE = 64, 128
