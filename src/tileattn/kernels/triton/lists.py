@@ -60,14 +60,6 @@ def walk_of(kernel: str, config: Config) -> Walk:
     return Walk(cut.block_N // config.block_N, cut.block_M)
 
 
-def launched(config: Config, listed: bool) -> Config:
-    """The configuration that a kernel is compiled with.
-
-    With lists the number of a tile is loaded first, which Triton's pipeliner takes for a stage of each other load.
-    """
-    return config._replace(num_stages=2 * config.num_stages - 1) if listed else config
-
-
 def of_lists(
     variant: str, operands: Operands, sizes: CallSizes, cut: Cut | None, device: torch.device
 ) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ Kernels have more than ten arguments: Triton launches a kernel with each pointer
 import triton
 import triton.language as tl
 
-from ..tile.lines import line_of, tile_of
+from ..tile.lines import line_of, step_of, tile_of
 from ..tile.softmax import LOG2E, unit_of
 from ..tile.tiles import (
     add_product,
@@ -202,8 +202,9 @@ def from_queries(dk, dv, of_keys, start, end, queries, facts, plan: tl.constexpr
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
+    ahead = tile_of(start, end, line, plan.block_M, plan)
     for at in tl.range(start, end, plan.step_M, warp_specialize=plan.warp_specialize):
-        first = tile_of(at, line, plan.block_M, plan)
+        first, ahead = step_of(at, ahead, end, line, plan.block_M, plan)
         # Q: [block_M, padded]
         q_tile = load_tile(
             q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, masked
@@ -357,8 +358,9 @@ def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.cons
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
+    ahead = tile_of(start, end, line, plan.block_N, plan)
     for at in tl.range(start, end, plan.step_N, warp_specialize=plan.warp_specialize):
-        first = tile_of(at, line, plan.block_N, plan)
+        first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
         # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked

@@ -15,7 +15,7 @@ from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
 from ..grid import Sizes
 from ..launch_cache import Launch, LaunchCache, on_device
-from ..lists import cut_of, launched, of_lists, pays
+from ..lists import cut_of, of_lists, pays
 from ..plan import make_plan
 from ..shared_memory import padded
 from ..tile.paths import paths
@@ -33,10 +33,9 @@ class Backward:
         self.call, self.scale = call, scale
         self.forward = forward = scaled_first(call.forward, scale)
         self.sizes = Sizes.of(q_shape, k_shape)
-        configs = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
+        self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.listed = pays(forward, q_shape, k_shape)
-        self.cuts = {kernel: cut_of(kernel, config) if self.listed else None for kernel, config in configs.items()}
-        self.config = {kernel: launched(config, self.listed) for kernel, config in configs.items()}
+        self.cuts = {kernel: cut_of(kernel, config) if self.listed else None for kernel, config in self.config.items()}
         self.paths = paths(forward.variant, call.needs[4:])
         # Whether the kernel for dq prepares what the other one needs (backward/kernels.py).
         self.prepares = call.needs[0] and forward.dtype.itemsize == 2

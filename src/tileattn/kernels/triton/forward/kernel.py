@@ -14,7 +14,7 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
-from ..tile.lines import line_of, tile_of
+from ..tile.lines import line_of, step_of, tile_of
 from ..tile.softmax import add_sink, divisor, natural_lse, unit_of, weights
 from ..tile.tiles import (
     add_product,
@@ -115,8 +115,9 @@ def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr,
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
+    ahead = tile_of(start, end, line, plan.block_N, plan)
     for at in tl.range(start, end, plan.step_N, warp_specialize=plan.warp_specialize):
-        first = tile_of(at, line, plan.block_N, plan)
+        first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
         # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked

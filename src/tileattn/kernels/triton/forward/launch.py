@@ -14,7 +14,7 @@ from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
 from ..grid import Sizes
 from ..launch_cache import Launch, LaunchCache, on_device
-from ..lists import cut_of, launched, of_lists, pays
+from ..lists import cut_of, of_lists, pays
 from ..plan import make_plan
 from .kernel import forward_kernel
 
@@ -25,9 +25,8 @@ class Forward:
     def __init__(self, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> None:
         self.call, self.scale = scaled_first(call, scale), scale
         self.sizes = Sizes.of(q_shape, k_shape)
-        config = default("forward", self.call, self.sizes.seqlen_k)
-        self.cut = cut_of("forward", config) if pays(self.call, q_shape, k_shape) else None
-        self.config = launched(config, self.cut is not None)
+        self.config = default("forward", self.call, self.sizes.seqlen_k)
+        self.cut = cut_of("forward", self.config) if pays(self.call, q_shape, k_shape) else None
         self.launch = LaunchCache()
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

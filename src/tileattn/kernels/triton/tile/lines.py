@@ -22,12 +22,27 @@ def line_of(lists, b, h, first, seqlen, block: tl.constexpr, plan: tl.constexpr)
 
 
 @triton.jit
-def tile_of(at, line, block: tl.constexpr, plan: tl.constexpr):
-    """The first row of a step's tile; without lists the loop counts rows."""
+def tile_of(at, end, line, block: tl.constexpr, plan: tl.constexpr):
+    """The first row of the tile of step `at` of a loop that ends at `end`, or of the last step; without lists `at`."""
     if plan.listed == 0:
         first = at
     else:
+        at = tl.maximum(tl.minimum(at, end - 1), 0)
         place = at // plan.listed
         # The tile at this place, times plan.listed, and then at % plan.listed more.
         first = ((tl.load(line + place) - place) * plan.listed + at) * block
-    return tl.multiple_of(first, block)
+    return first
+
+
+@triton.jit
+def step_of(at, ahead, end, line, block: tl.constexpr, plan: tl.constexpr):
+    """The first row of step `at`'s tile, and with lists that of the next step's.
+
+    Read a step ahead, a tile's number is there when its copies begin. Read in its own step, Triton's pipeliner would
+    take it for a load of its own, and begin the copies of K and V later or with more buffers.
+    """
+    if plan.listed == 0:
+        first = at
+    else:
+        first, ahead = ahead, tile_of(at + 1, end, line, block, plan)
+    return tl.multiple_of(first, block), ahead
