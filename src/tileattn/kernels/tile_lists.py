@@ -6,8 +6,8 @@ each tile whether it is hidden, whole or mixed, and kernels walk over lists: for
 ascending order, then the whole ones. (For dk and dv: for each column of tiles.)
 
 Here operations of PyTorch make them, of fixed shapes, and the host reads none of their results. So a CUDA graph
-captures them with the call, and a replay finds what the mask's tensors then hold. The kernel of most masks (lists/)
-makes the same lists in one launch or a few.
+captures them with the call, and a replay finds what the mask's tensors then hold. TileLang's kernel of most masks
+(tilelang/lists/) makes the same lists in one launch or a few.
 
 The forward kernel's lines are in the order in which its queue hands rows out: the longest first, since a long row that
 begins last keeps one multiprocessor busy while the others are done.

@@ -177,9 +177,6 @@ def test_gradients_of_what_a_modification_reads() -> None:
     mask = MASKS["strided"]
     more = (tensor(*shape, dtype=F32, seed=7) for shape in ((1, 2, 34, 45), (2,)))
     every = (*inputs("more-keys", F32), *more)
-        *inputs("more-keys", F32),
-        *(tensor(*shape, dtype=F32, seed=7) for shape in ((1, 2, 34, 45), (2,))),
-    )
     runs = []
     for backend in ("triton", "torch"):
         leaves = [x.clone().requires_grad_() for x in every]

@@ -89,7 +89,11 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
-    with _launches() as launches, _lists(listed), config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
+    with (
+        _launches() as launches,
+        _lists(listed),
+        config.overridden(**{name: Config(**fields) for name, fields in configs.items()}),
+    ):
         inputs = Inputs(q, k, v, operands=operands)
         Forward(call, q.shape, k.shape, 0.125)(inputs)
         if backward:
