@@ -158,9 +158,13 @@ def test_outputs_and_gradients(name: str, lengths: str) -> None:
     assert kept_lists._kept, "neither pass took lists"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("least", [32, 64])
-@pytest.mark.parametrize("name", ["strided", "by-head", "far"])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("far", 32),
+        *(pytest.param(name, least, marks=pytest.mark.slow) for name in ("strided", "by-head") for least in (32, 64)),
+    ],
+)
 def test_tiles_of_lists_that_are_several_of_a_kernel(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "LEAST_BLOCK", least)
     check(name, attention(MASKS[name]), *inputs("more-keys"), MASKS[name])
@@ -201,6 +205,7 @@ def test_rows_and_columns_without_tiles() -> None:
         assert (grad[:, : len(k[0]) - 27] != 0).any(-1).all()
 
 
+@pytest.mark.slow  # lists that are found again have tests of their own
 def test_a_write_in_place_is_seen() -> None:
     table = WINDOWS.clone()
     mask = Causal() & FunctionMask(lambda b, h, q, k: q - k <= load(table, h))
