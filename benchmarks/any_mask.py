@@ -39,10 +39,10 @@ from tileattn.bench import results
 from tileattn.bench.sparse_masks import NAMES, Pattern, pattern
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.cli.group import run_script
+from tileattn.kernels.tile_lists import Cut, Sizes
 from tileattn.kernels.tilelang.backward import launch as backward_launch
 from tileattn.kernels.tilelang.forward.choice import chosen
 from tileattn.kernels.tilelang.lists.launch import make as make_lists
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes
 from tileattn.measure.rounds import order
 from tileattn.variant.key import encode
 

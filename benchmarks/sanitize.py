@@ -43,7 +43,7 @@ from tileattn.bench import environment
 from tileattn.call.facts import device_arch
 from tileattn.cli.choices import refuse
 from tileattn.cli.group import run_script
-from tileattn.kernels.tilelang import tile_lists
+from tileattn.kernels import tile_lists
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
 from tileattn.kernels.tilelang.decode import launch as decode_launch
 from tileattn.kernels.tilelang.forward import launch as forward_launch

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import tileattn
 from tests.tools import ROOT
 from tileattn.call.fp8 import FP8
+from tileattn.kernels.tile_lists import is_listed
 from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
@@ -29,7 +30,6 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import LONG, default, with_lists
 from tileattn.kernels.tilelang.forward.library import Job
-from tileattn.kernels.tilelang.tile_lists import is_listed
 from tileattn.runtime import operators as ops
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

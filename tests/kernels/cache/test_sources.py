@@ -131,7 +131,7 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"kept_lists", "tile_lists", "lists.launch", "lists.library"}
+HOST |= {"lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}

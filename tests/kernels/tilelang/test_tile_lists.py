@@ -34,9 +34,9 @@ from tileattn import (
 )
 from tileattn.call.facts import AttentionCall
 from tileattn.compat.transformers.patterns import ShiftedWindow
-from tileattn.kernels.tilelang import kept_lists
-from tileattn.kernels.tilelang.kept_lists import arguments_of, forget_lists, lists_of
-from tileattn.kernels.tilelang.tile_lists import (
+from tileattn.kernels import kept_lists
+from tileattn.kernels.kept_lists import arguments_of, forget_lists, lists_of
+from tileattn.kernels.tile_lists import (
     Cut,
     Sizes,
     TileLists,
@@ -46,6 +46,7 @@ from tileattn.kernels.tilelang.tile_lists import (
     pays,
     tensors_of,
 )
+from tileattn.kernels.tilelang.lists.launch import make
 from tileattn.math import load, minimum
 from tileattn.variant.intervals.tiles import Kind
 from tileattn.variant.key import encode
@@ -232,7 +233,7 @@ def test_planes_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many planes bounds in 64 bits would take much memory at once."""
     cuts = CUTS["keys"], CUTS["sorted"]
     together = [made(MASKS["by-both"], SIZES["square"], cut) for cut in cuts]
-    monkeypatch.setattr("tileattn.kernels.tilelang.tile_lists.MOST_AT_ONCE", 450)
+    monkeypatch.setattr("tileattn.kernels.tile_lists.MOST_AT_ONCE", 450)
     apart = [made(MASKS["by-both"], SIZES["square"], cut) for cut in cuts]
     for one, other in zip(together, apart, strict=True):
         assert torch.equal(one.tiles, other.tiles)
@@ -354,7 +355,7 @@ def _nothing_kept() -> Iterator[None]:
 
 def found(mask: Mask, **changed: Any) -> TileLists:
     sizes = SIZES["square"]._replace(**changed)
-    return lists_of(*key_and_operands(mask), sizes, CUTS["forward"], CPU)
+    return lists_of(make, *key_and_operands(mask), sizes, CUTS["forward"], CPU)
 
 
 def test_the_same_call_finds_its_lists() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import tileattn
 from tileattn import Causal, Dilated, FunctionMask, Mask
 from tileattn.bench.sparse_masks import NAMES, pattern
-from tileattn.kernels.tilelang import kept_lists
+from tileattn.kernels import kept_lists
 from tileattn.math import load
 from tileattn.testing import assert_accurate, assert_forward_accurate, eager_attention, oracle_attention
 

@@ -21,6 +21,7 @@ QUICK: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"head_dim": 64, "dtype": "float32"},
         "empty loop": {"head_dim": 128, "variant": "function_empty_rows", "backward": False},
         "tiles": {"head_dim": 64, "variant": "none+bias+bias_tiles_1", "backward": False},
+        "lists": {"head_dim": 128, "variant": "function_empty_rows", "backward": False, "listed": True},
     },
     "sm_80": {
         "forward": {"head_dim": 64, "backward": False},
@@ -106,6 +107,37 @@ def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
 
 def test_tiles_that_scores_are_read_from_fit() -> None:
     check("sm_90a", "tiles")
+
+
+def test_lists_of_tiles_are_walked_as_ranges_are() -> None:
+    walk_alike(check("sm_90a", "lists"), check("sm_90a", "empty loop"))
+
+
+def walk_alike(listed: list[dict[str, Any]], ranges: list[dict[str, Any]]) -> None:
+    """Loops over lists begin as many copies ahead as one over a range, and need as much shared memory.
+
+    A user's function has one loop by ranges, with the mask; with lists it has two.
+    """
+    for of_lists, of_ranges in zip(listed, ranges, strict=True):
+        once = 2 if of_lists["kernel"] == "forward_kernel" else 0  # copies by TMA outside of loops: q and o
+        assert of_lists["shared"] <= of_ranges["shared"] + 1024, (of_lists, of_ranges)
+        assert of_ranges["tma"] > once, of_ranges
+        assert of_lists["tma"] - once == 2 * (of_ranges["tma"] - once), (of_lists, of_ranges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("variant", ["loaded-ids", "windows-by-head"])
+def test_lists_in_both_passes(variant: str, head_dim: int) -> None:
+    call = {"head_dim": head_dim, "variant": variant, "dtype": "bfloat16"}
+    walk_alike(compiled("sm_90a", [call | {"listed": True}]), compiled("sm_90a", [call]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("listed", [False, True])
+def test_ranges_of_64_bits(listed: bool) -> None:
+    """Bounds of a neighborhood are products of positions, and a copy by TMA takes coordinates of 32 bits."""
+    assert compiled("sm_90a", [{"head_dim": 64, "variant": "neighborhood", "listed": listed}])
 
 
 SLOW = [

@@ -1,4 +1,4 @@
-"""Lists of tiles, the order of the forward pass's queue, and positions in mixed tiles."""
+"""Lists of tiles, the order of the forward pass's queue, positions in mixed tiles, and Triton's loops over lists."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ FILE = f"{TILELANG}/test_tile_lists.py"
 LISTS = (f"{FILE}::test_lists_beside_every_pair",)
 EMULATED = f"{TILELANG}/lists/test_kernel_emulated.py"
 ORDER = (f"{TILELANG}/forward/test_longest_first.py",)
+TRITON = "kernels/triton"
+VISITS = (
+    f"{TRITON}/test_lists.py::test_the_forward_pass_visits_what_is_not_hidden[by-head-1]",
+    f"{TRITON}/test_lists.py::test_outputs_and_gradients[by-head-more-queries]",
+)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         LISTS,
         {
             "lists: whole tiles first": ("rank = (kinds + 2) % 3", "rank = (kinds + 1) % 3"),
@@ -25,7 +30,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         (f"{FILE}::test_ranges_hide_what_an_expression_cannot_tell",),
         {
             "lists: no end of the mask's own range": ("(k.last >= lo) & (k.first < hi)", "(k.last >= lo)"),
@@ -33,7 +38,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         (f"{FILE}::test_without_a_mask_and_of_a_matrix_nothing_is_listed",),
         {"lists: a matrix of pairs is read for its tiles": ("return len(indices) > 1 and", "return False and")},
     ),
@@ -91,7 +96,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/tile_lists.py",
+        "kernels/tile_lists.py",
         ORDER,
         {
             "lists: the shortest rows first": ("descending=True, stable=True", "descending=False, stable=True"),
@@ -108,7 +113,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/kept_lists.py",
+        "kernels/kept_lists.py",
         (
             f"{FILE}::test_a_write_in_place_is_seen",
             f"{FILE}::test_the_lists_of_a_dead_tensor_are_not_found",
@@ -126,5 +131,29 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/forward/hopper/mixed_tiles.py",
         (f"{TILELANG}/forward/test_mixed_tiles.py",),
         {"lists: the distance of another diagonal": ("((i - row) - (j - column))", "((i - row) + (j - column))")},
+    ),
+    *mutants(
+        f"{TRITON}/tile/lines.py",
+        VISITS,
+        {
+            "lists: Triton's loops leave out whole tiles": ("counts + 2 * number + 1", "counts + 2 * number"),
+            "lists: Triton's heads share a line": ("b * batch_step + h * head_step", "b * batch_step"),
+            "lists: Triton's loops repeat a tile": ("ahead, tile_of(at + 1,", "ahead, tile_of(at,"),
+        },
+    ),
+    *mutants(
+        f"{TRITON}/tile/lines.py",
+        (f"{TRITON}/test_lists.py::test_tiles_of_lists_that_are_several_of_a_kernel[far-32]",),
+        {"lists: Triton's steps within a tile": ("- place) * plan.listed + at) * block", ") * plan.listed) * block")},
+    ),
+    *mutants(
+        f"{TRITON}/lists.py",
+        (f"{TRITON}/test_lists.py::test_long_calls_of_masks_with_gaps_take_lists",),
+        {
+            "lists: a row's bits depend on the batch": (
+                "q_shape[1] * k_shape[1] >= FEWEST_PAIRS",
+                "q_shape[0] * q_shape[1] * k_shape[1] >= FEWEST_PAIRS",
+            ),
+        },
     ),
 ]

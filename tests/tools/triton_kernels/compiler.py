@@ -64,8 +64,12 @@ def compile_call(
     backward: bool = True,
     group: int = 1,
     dq: bool = True,
+    listed: bool = False,
 ) -> list[dict[str, Any]]:
-    """Facts of each kernel that this call launches: name, bytes of shared memory, registers, spills, instructions."""
+    """Facts of each kernel that this call launches: name, bytes of shared memory, registers, spills, instructions.
+
+    listed: whether its tiles are taken from lists, as those of long calls are.
+    """
     import torch
 
     from tileattn.call.facts import AttentionCall, BackwardCall
@@ -85,7 +89,11 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
-    with _launches() as launches, config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
+    with (
+        _launches() as launches,
+        _lists(listed),
+        config.overridden(**{name: Config(**fields) for name, fields in configs.items()}),
+    ):
         inputs = Inputs(q, k, v, operands=operands)
         Forward(call, q.shape, k.shape, 0.125)(inputs)
         if backward:
@@ -155,15 +163,32 @@ def _launches() -> Iterator[list[Any]]:
         launch_cache.LaunchCache.__call__ = real
 
 
+@contextlib.contextmanager
+def _lists(listed: bool) -> Iterator[None]:
+    """Within it, short calls take their tiles from lists."""
+    from unittest import mock
+
+    from tileattn.kernels.triton import lists
+
+    with mock.patch.object(lists, "FEWEST_PAIRS", 1) if listed else contextlib.nullcontext():
+        yield
+
+
 SEQLEN, HEADS = 512, 8
 
 
 def _variant(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """A mask and modifications as the conformance cases call them, "causal+bias_bh+user"; all gradients are wanted."""
+    """A mask and modifications as the conformance cases call them, "causal+bias_bh+user"; all gradients are wanted.
+
+    Or a sparse pattern, as the benchmark calls it.
+    """
+    from tileattn.bench.sparse_masks import NAMES, pattern
     from tileattn.testing import ConformanceCase, build
     from tileattn.testing.call_arguments import Structure
     from tileattn.testing.shapes import Shape
 
+    if name in NAMES:
+        return pattern(name, SEQLEN, HEADS, "cpu").mask, ()
     mask, *scores = name.split("+")
     structure = Structure("fp32", 16, 16, mask, tuple(scores), sink=False, aligned=True)
     arguments = build(ConformanceCase(structure, Shape(2, HEADS, HEADS, SEQLEN, SEQLEN)))

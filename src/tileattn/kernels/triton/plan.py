@@ -15,9 +15,10 @@ from ...call.decoding import DecodeCall
 from ...call.facts import AttentionCall
 from ...variant.program import program
 from .interpreter import interpreted
+from .lists import Walk, walk_of
 from .shared_memory import padded
 from .tile.expressions import functions
-from .tile.loops import loops
+from .tile.loops import BY_LISTS, loops
 from .tile.paths import paths
 from .tile_sizes import Config, has_descriptors
 
@@ -33,12 +34,14 @@ class TritonPlan:
         tma: dimensions of the descriptors that tensors come as (tile/tiles.py); 0 if they come as pointers.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
-        before, within, behind: which loops over tiles there are (tile/loops.py).
+        before, within, behind: which loops over tiles there are (tile/loops.py); with lists those over mixed and over
+            whole tiles.
         allows, score, slope, any_range, full_range: the variant's functions (tile/expressions.py). The ranges are of
             keys or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
             positive.
         slopes: derivatives with respect to what the score reads from tensors whose gradients are wanted.
         spread: for each of these, whether each score has a place in its workspace.
+        listed, line_rows: steps of a loop for each tile of a list, 0 without lists; and rows of a line (lists.py).
     """
 
     head_dim: int
@@ -60,6 +63,8 @@ class TritonPlan:
     full_range: Any
     slopes: tuple[Any, ...] = ()
     spread: tuple[bool, ...] = ()
+    listed: int = 0
+    line_rows: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -71,6 +76,16 @@ class TritonPlan:
     def tma_q(self) -> tl.constexpr:
         """As ``tma``, of q and o in the forward pass, which come as descriptors where these have three dimensions."""
         return tl.constexpr(3 if self.tma == 3 else 0)
+
+    @property
+    def step_M(self) -> tl.constexpr:
+        """By what a loop over tiles of queries counts: rows, or with lists steps."""
+        return tl.constexpr(1) if self.listed else self.block_M
+
+    @property
+    def step_N(self) -> tl.constexpr:
+        """The same of keys."""
+        return tl.constexpr(1) if self.listed else self.block_N
 
     @property
     def natural(self) -> tl.constexpr:
@@ -98,13 +113,17 @@ def _key(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = ()) -> TritonPlan:
+def make_plan(
+    call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = (), listed: bool = False
+) -> TritonPlan:
     """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: whether each tensor has a gradient.
 
     tma: how many dimensions the tensors' descriptors would have; 0 for none.
+    listed: whether tiles are taken from lists.
     """
     traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
+    walk = walk_of(kernel, config) if listed else Walk()
     tma = tma if call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch) else 0
     return TritonPlan(
         head_dim=call.head_dim,
@@ -116,7 +135,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         tma=tma,
         precision=precision_of(call),
         warp_specialize=config.warp_specialize,
-        **loops(traced, of_keys)._asdict(),
+        **(BY_LISTS if listed else loops(traced, of_keys))._asdict(),
         allows=of.allows,
         score=of.score,
         slope=of.slope,
@@ -124,6 +143,8 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         full_range=of.full_q_range if of_keys else of.full_range,
         slopes=of.slopes,
         spread=tuple(path.spread for path in paths(call.variant, wanted)),
+        listed=walk.steps,
+        line_rows=walk.line_rows,
     )
 
 

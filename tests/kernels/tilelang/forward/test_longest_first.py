@@ -13,10 +13,10 @@ pytest.importorskip("tilelang")
 
 from tests.tools.lowering import make_call
 from tileattn.bench.sparse_masks import NAMES, pattern
+from tileattn.kernels.tile_lists import Cut, Sizes, make_lists
 from tileattn.kernels.tilelang.forward.choice import MULTIPROCESSORS
 from tileattn.kernels.tilelang.forward.hopper import sorted_lists
 from tileattn.kernels.tilelang.forward.launch import _heads_side_by_side, lines_ahead
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes, make_lists
 from tileattn.variant.key import encode
 
 # The model's times in microseconds, of a tile of 128 x 128 at head dim 64 on an H200 (any-mask-h200.json): whole, of

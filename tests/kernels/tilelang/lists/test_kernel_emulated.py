@@ -17,11 +17,11 @@ from tests.kernels.tilelang.test_tile_lists import CPU, CUTS, MASKS, SIZES, WALK
 from tests.tools.random_masks import Generator
 from tileattn import BlockSparse, Dilated, FunctionMask, Mask, Neighborhood
 from tileattn.bench.sparse_masks import NAMES, pattern
+from tileattn.kernels.tile_lists import Cut, Sizes, TileLists, make_lists
 from tileattn.kernels.tilelang.lists.analysis import analysis
 from tileattn.kernels.tilelang.lists.kernel import lists_kernel
 from tileattn.kernels.tilelang.lists.launch import by_kernel, fits
 from tileattn.kernels.tilelang.lists.library import dtypes_of
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes, TileLists, make_lists
 from tileattn.math import load
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.expression import Expr

@@ -14,11 +14,11 @@ from tileattn.bench import warmup
 from tileattn.bench.sparse_masks import NAMES, pattern
 from tileattn.call.facts import AttentionCall
 from tileattn.call.fp8 import FP8
+from tileattn.kernels.tile_lists import Cut, Sizes, make_lists
 from tileattn.kernels.tilelang.lists import launch
 from tileattn.kernels.tilelang.lists.analysis import MOST_NUMBER, MOST_POSITIONS, analysis, mask_text
 from tileattn.kernels.tilelang.lists.launch import by_kernel, fits, lists_jobs
 from tileattn.kernels.tilelang.lists.library import ListsJob, lists_key
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes, make_lists
 from tileattn.math import load
 from tileattn.variant.key import encode
 

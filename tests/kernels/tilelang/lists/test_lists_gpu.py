@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tileattn import BlockSparse, Causal, FunctionMask, Mask, SlidingWindow
 from tileattn.bench.sparse_masks import NAMES, pattern
+from tileattn.kernels.tile_lists import Cut, Sizes, TileLists, make_lists
 from tileattn.kernels.tilelang.lists import launch
 from tileattn.kernels.tilelang.lists.analysis import analysis
-from tileattn.kernels.tilelang.tile_lists import Cut, Sizes, TileLists, make_lists
 from tileattn.math import load
 from tileattn.variant.key import encode
 from tileattn.variant.sparse.blocks import CallSizes

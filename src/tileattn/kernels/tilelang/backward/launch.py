@@ -13,12 +13,13 @@ from ....call.facts import BackwardCall, Gradients, Packed
 from ....call.inputs import Inputs, Operands
 from ....tuner.space import Space
 from ....variant.program import program
+from ...kept_lists import arguments_of, lists_of
 from ...scale import scaled_first
 from ...sink import sink_gradient
+from ...tile_lists import Cut, Sizes, pays
 from ..architecture import padded_finely
 from ..host import as_bytes, one_batch, pattern_arguments
-from ..kept_lists import arguments_of, lists_of
-from ..tile_lists import Cut, Sizes, pays
+from ..lists.launch import make
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
@@ -203,7 +204,7 @@ def _of_lists(
     """The lists of tiles that a kernel takes, and their steps; none without a cut."""
     if cut is None:
         return (), ()
-    return arguments_of(lists_of(call.forward.variant, operands, sizes, cut, device))
+    return arguments_of(lists_of(make, call.forward.variant, operands, sizes, cut, device))
 
 
 def _launch(main: Callable[[], None], queries: Callable[[], None] | None, beside: torch.device | None) -> None:

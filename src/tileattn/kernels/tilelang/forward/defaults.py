@@ -9,10 +9,10 @@ from ....call.facts import CAUSAL, AttentionCall
 from ....call.fp8 import FP8
 from ....variant.expression import nodes
 from ....variant.program import Program, program
+from ...tile_lists import has_function, is_listed
 from ..architecture import padded
 from ..tile.key_range import key_range
 from ..tile.steady import is_uniform
-from ..tile_lists import has_function, is_listed
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
 from .config import ForwardConfig, HopperConfig, hopper_dims, is_valid

@@ -13,11 +13,12 @@ from ....call.fp8 import FP8
 from ....call.inputs import Inputs
 from ....tuner.space import Space
 from ....variant.program import program
+from ...kept_lists import arguments_of, lists_of
 from ...scale import scaled_first
+from ...tile_lists import Cut, Sizes, pays
 from ..architecture import TRANSPOSED_KEYS
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
-from ..kept_lists import arguments_of, lists_of
-from ..tile_lists import Cut, Sizes, pays
+from ..lists.launch import make
 from ..tuned import sizes_of
 from .amd.config import AmdConfig
 from .choice import MULTIPROCESSORS, chosen
@@ -135,7 +136,9 @@ def prepare_with(
             tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
             seeds, of_pattern = pattern_arguments(dropout, heads)
-            lists, steps = arguments_of(lists_of(call.variant, operands, sizes, cut, q.device) if listed else None)
+            lists, steps = arguments_of(
+                lists_of(make, call.variant, operands, sizes, cut, q.device) if listed else None
+            )
             kernel(
                 q,
                 k,

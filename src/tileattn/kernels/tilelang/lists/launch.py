@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ....call.facts import device_arch
 from ....call.inputs import Operands
+from ...tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
 from ..host import as_bytes
-from ..tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
 from .analysis import (
     MOST_BATCH,
     MOST_BLOCK,
@@ -39,7 +39,7 @@ MOST_ELEMENTS = 2**31 - 1  # of a tensor that the kernel reads
 
 
 def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
-    """The lists of a call; arguments as of :func:`tileattn.kernels.tilelang.tile_lists.make_lists`."""
+    """The lists of a call; arguments as of :func:`tileattn.kernels.tile_lists.make_lists`."""
     found = analysis(variant) if device.type == "cuda" and torch.version.hip is None else None
     if found is None or not fits(found, operands, sizes, cut):
         return make_lists(variant, operands, sizes, cut, device)

@@ -21,6 +21,7 @@ Kernels have more than ten arguments: Triton launches a kernel with each pointer
 import triton
 import triton.language as tl
 
+from ..tile.lines import line_of, step_of, tile_of
 from ..tile.softmax import LOG2E, unit_of
 from ..tile.tiles import (
     add_product,
@@ -34,6 +35,8 @@ from ..tile.tiles import (
     tile_and_head,
     visible,
 )
+
+STEPS = ("batch_step", "head_step")  # of lists of tiles (tile/lines.py), which are None where loops go by ranges
 
 # Bits by which probabilities are larger while float32's gradients are summed, and the factors there and back.
 LIFT_BITS, LIFT, DROP = tl.constexpr(24.0), tl.constexpr(2.0**24), tl.constexpr(2.0**-24)
@@ -106,7 +109,7 @@ def dropped(x, natural: tl.constexpr):
         return x
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "all_heads"])
+@triton.jit(do_not_specialize=[*STEPS, "numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "all_heads"])
 def keys_kernel(
     q,
     k,
@@ -117,6 +120,10 @@ def keys_kernel(
     dk,
     dv,
     parts,
+    tiles,
+    counts,
+    batch_step,
+    head_step,
     tensors,
     numbers,
     scale,
@@ -135,7 +142,8 @@ def keys_kernel(
 ):
     """Writes dk and dv; one program for each tile of keys of each kv head.
 
-    A program adds up over the query heads that share its keys. parts: the workspaces of operand_gradients.py.
+    A program adds up over the query heads that share its keys. parts: the workspaces of operand_gradients.py. tiles,
+    counts and steps are lists (tile/lines.py), or None.
     """
     first, bh_kv = tile_and_head(plan.block_N, folds)
     if first >= seqlen_k or bh_kv >= all_heads:
@@ -157,39 +165,46 @@ def keys_kernel(
     for member in range(heads_per_kv_head):
         h = h_kv * heads_per_kv_head + member
         # In fully visible tiles keys beyond the last have probabilities; these affect nothing that is stored.
-        start, full_start, full_end, end = phases(
-            plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
-            plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
-            offset,
-            seqlen_q,
-            plan.block_M,
-        )
-        queries = (q, do, lse2, delta, q_strides, do_strides, scale)
+        if plan.listed:
+            lists = (tiles, counts, batch_step, head_step)
+            line, full_start, full_end = line_of(lists, b, h, first, seqlen_q, plan.block_M, plan)
+            start, end = 0, full_end
+        else:
+            line: tl.constexpr = None
+            start, full_start, full_end, end = phases(
+                plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
+                plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
+                offset,
+                seqlen_q,
+                plan.block_M,
+            )
+        queries = (q, do, lse2, delta, q_strides, do_strides, scale, line)
         facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
-        tiles = (k_tile, v_tile, k_positions)
+        of_keys = (k_tile, v_tile, k_positions)
         if plan.before:
-            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, start, full_start, queries, facts, plan, True)
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, of_keys, start, full_start, queries, facts, plan, True)
         if plan.within:
-            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, of_keys, full_start, full_end, queries, facts, plan, False)
         if plan.behind:
-            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, of_keys, full_end, end, queries, facts, plan, True)
     dk_sum, dv_sum = dropped(dk_sum, plan.natural), dropped(dv_sum, plan.natural)
     store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
 
 @triton.jit
-def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
-    """Adds the part of the queries from start to end to dk and dv. Scores are transposed: [block_N, block_M]."""
-    k_tile, v_tile, k_positions = tiles
-    q, do, lse2, delta, q_strides, do_strides, scale = queries
+def from_queries(dk, dv, of_keys, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
+    """Adds the part of the queries of the steps from start to end to dk and dv; scores are [block_N, block_M]."""
+    k_tile, v_tile, k_positions = of_keys
+    q, do, lse2, delta, q_strides, do_strides, scale, line = queries
     b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
-    for first in tl.range(start, end, plan.block_M, warp_specialize=plan.warp_specialize):
-        first = tl.multiple_of(first, plan.block_M)
+    ahead = tile_of(start, end, line, plan.block_M, plan)
+    for at in tl.range(start, end, plan.step_M, warp_specialize=plan.warp_specialize):
+        first, ahead = step_of(at, ahead, end, line, plan.block_M, plan)
         # Q: [block_M, padded]
         q_tile = load_tile(
             q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, masked
@@ -247,7 +262,7 @@ def write_out(ds, score, seen, row, k_positions, facts, plan: tl.constexpr):
             tl.atomic_add(parts[index] + place, total, mask=within, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
+@triton.jit(do_not_specialize=[*STEPS, "numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
 def queries_kernel(
     q,
     k,
@@ -259,6 +274,10 @@ def queries_kernel(
     lse2,
     delta,
     dq,
+    tiles,
+    counts,
+    batch_step,
+    head_step,
     tensors,
     numbers,
     scale,
@@ -286,13 +305,19 @@ def queries_kernel(
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q
     q_lo, q_hi = offset + first, offset + tl.minimum(first + plan.block_M, seqlen_q) - 1
-    start, full_start, full_end, end = phases(
-        plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-        plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-        0,
-        seqlen_k,
-        plan.block_N,
-    )
+    if plan.listed:
+        lists = (tiles, counts, batch_step, head_step)
+        line, full_start, full_end = line_of(lists, b, h, first, seqlen_k, plan.block_N, plan)
+        start, end = 0, full_end
+    else:
+        line: tl.constexpr = None
+        start, full_start, full_end, end = phases(
+            plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            0,
+            seqlen_k,
+            plan.block_N,
+        )
 
     # Q: [block_M, padded]
     q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
@@ -312,7 +337,7 @@ def queries_kernel(
     # [block_M, 1]
     q_positions = q_lo + tl.arange(0, plan.block_M)[:, None]
     of_rows = (q_tile, do_tile, lse2_rows[:, None], delta_rows[:, None], q_positions)
-    keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
+    keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers, line)
     # dQ: [block_M, padded]
     dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
     if plan.before:
@@ -327,14 +352,15 @@ def queries_kernel(
 
 @triton.jit
 def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
-    """Adds the part of the keys from start to end to dq."""
+    """Adds the part of the keys of the steps from start to end to dq."""
     q_tile, do_tile, lse2, delta, q_positions = of_rows
-    k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
+    k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers, line = keys
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
-    for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
-        first = tl.multiple_of(first, plan.block_N)
+    ahead = tile_of(start, end, line, plan.block_N, plan)
+    for at in tl.range(start, end, plan.step_N, warp_specialize=plan.warp_specialize):
+        first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
         # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked

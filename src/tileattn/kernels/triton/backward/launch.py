@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ....call.facts import BackwardCall, Gradients
-from ....call.inputs import Inputs
+from ....call.inputs import Inputs, Operands
 from ...scale import scaled_first
 from ...sink import sink_gradient
 from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
 from ..grid import Sizes
 from ..launch_cache import Launch, LaunchCache, on_device
+from ..lists import cut_of, of_lists, pays
 from ..plan import make_plan
 from ..shared_memory import padded
 from ..tile.paths import paths
@@ -33,6 +34,8 @@ class Backward:
         self.forward = forward = scaled_first(call.forward, scale)
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
+        self.listed = pays(forward, q_shape, k_shape)
+        self.cuts = {kernel: cut_of(kernel, config) if self.listed else None for kernel, config in self.config.items()}
         self.paths = paths(forward.variant, call.needs[4:])
         # Whether the kernel for dq prepares what the other one needs (backward/kernels.py).
         self.prepares = call.needs[0] and forward.dtype.itemsize == 2
@@ -53,11 +56,13 @@ class Backward:
             if needs[0]:
                 dq = q.new_empty(q.shape)
                 forward = (o, lse, dlse) if self.prepares else (None, None, None)
-                self.launch(self._work_out_queries, q, k, v, do, *forward, lse2, delta, dq, tensors, numbers=numbers)
+                rows = (*forward, lse2, delta, dq, *self._lists("queries", operands, q.device))
+                self.launch(self._work_out_queries, q, k, v, do, *rows, tensors, numbers=numbers)
             if self.wants_keys:
                 dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
                 parts = tuple(workspace(path, q, k) for path in self.paths)
-                self.launch(self._work_out_keys, q, k, v, do, lse2, delta, dk, dv, parts, tensors, numbers=numbers)
+                rows = (lse2, delta, dk, dv, parts, *self._lists("keys", operands, q.device))
+                self.launch(self._work_out_keys, q, k, v, do, *rows, tensors, numbers=numbers)
         offset = self.sizes.seqlen_k - self.sizes.seqlen_q
         return Gradients(
             dq,
@@ -70,10 +75,13 @@ class Backward:
             ),
         )
 
+    def _lists(self, kernel: str, operands: Operands, device: torch.device) -> tuple[Any, ...]:
+        return of_lists(self.forward.variant, operands, self.sizes, self.cuts[kernel], device)
+
     def _work_out_queries(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor | None, *_: Any) -> Launch:
         config = self.config["queries"]
         tma = dimensions(k, v) if config.tma and self.call.aligned else 0
-        plan = make_plan(self.forward, config, "queries", tma)
+        plan = make_plan(self.forward, config, "queries", tma, listed=self.listed)
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
         programs = self.sizes.over_keys(self.forward, config.block_M)
         of_inputs = strides(q, k, v, do, do if o is None else o)
@@ -91,7 +99,7 @@ class Backward:
         config = self.config["keys"]
         # Always of four dimensions: with three this kernel, which has no register to spare, spills.
         tma = 4 if config.tma and self.call.aligned and dimensions(q, do) else 0
-        plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
+        plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:], listed=self.listed)
         as_tma = {0: described(q, config.block_M, plan), 3: described(do, config.block_M, plan)} if plan.tma else {}
         programs = self.sizes.over_queries(self.forward, config.block_N)
         constants = (self.scale, *programs.arguments, *strides(q, k, v, do), plan)

@@ -5,7 +5,8 @@ that exp is exp2. For each row the program keeps the maximum m, the sum l, and t
 
     m' = max(m, max(S)),   P = exp2(S - m'),   l' = exp2(m - m') l + sum(P),   O' = exp2(m - m') O + P V
 
-Fully visible tiles have a loop of their own, which evaluates no mask.
+Fully visible tiles have a loop of their own, which evaluates no mask. With lists of tiles (lists.py) the loops read the
+number of each tile from the program's line, in which the tiles with a mask come first.
 
 The kernel has more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
@@ -13,6 +14,7 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
+from ..tile.lines import line_of, step_of, tile_of
 from ..tile.softmax import add_sink, divisor, natural_lse, unit_of, weights
 from ..tile.tiles import (
     add_product,
@@ -26,7 +28,7 @@ from ..tile.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
+@triton.jit(do_not_specialize=["batch_step", "head_step", "numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
 def forward_kernel(
     q,
     k,
@@ -34,6 +36,10 @@ def forward_kernel(
     o,
     lse,
     sink,
+    tiles,
+    counts,
+    batch_step,
+    head_step,
     tensors,
     numbers,
     scale,
@@ -52,7 +58,7 @@ def forward_kernel(
 
     q, k and v are pointers with the strides of their first three dimensions, or descriptors: k and v where ``plan.tma``
     is not 0, q and o where ``plan.tma_q`` is not. o, lse and sink are contiguous; tensors and numbers are the variant's
-    operands (tile/expressions.py).
+    operands (tile/expressions.py). tiles, counts and steps are lists (tile/lines.py), or None.
     """
     first, bh = last_tile_and_head(seqlen_q, plan.block_M, folds)
     if first < 0 or bh >= all_heads:
@@ -61,13 +67,19 @@ def forward_kernel(
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q
     q_lo, q_hi = offset + first, offset + tl.minimum(first + plan.block_M, seqlen_q) - 1
-    start, full_start, full_end, end = phases(
-        plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-        plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-        0,
-        seqlen_k,
-        plan.block_N,
-    )
+    if plan.listed:
+        lists = (tiles, counts, batch_step, head_step)
+        line, full_start, full_end = line_of(lists, b, h, first, seqlen_k, plan.block_N, plan)
+        start, end = 0, full_end
+    else:
+        line: tl.constexpr = None
+        start, full_start, full_end, end = phases(
+            plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            0,
+            seqlen_k,
+            plan.block_N,
+        )
 
     # Q: [block_M, padded]
     q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma_q, True)
@@ -77,7 +89,7 @@ def forward_kernel(
     acc = tl.full([plan.block_M, plan.padded_v], 0.0, tl.float32)
     m = tl.full([plan.block_M], -float("inf"), tl.float32)
     l = tl.full([plan.block_M], 0.0, tl.float32)
-    keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
+    keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers, line)
     if plan.before:
         acc, m, l = attend(acc, m, l, q_tile, q_positions, start, full_start, keys, plan, True)
     if plan.within:
@@ -98,13 +110,14 @@ def forward_kernel(
 
 @triton.jit
 def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
-    """Adds the tiles of keys from start to end to the output, the maxima and the sums."""
-    k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
+    """Adds the tiles of keys of the steps from start to end to the output, the maxima and the sums."""
+    k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers, line = keys
     unit = unit_of(scale, plan.natural)
     if plan.score is not None:
         unit = unit_of(1.0, plan.natural)
-    for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
-        first = tl.multiple_of(first, plan.block_N)
+    ahead = tile_of(start, end, line, plan.block_N, plan)
+    for at in tl.range(start, end, plan.step_N, warp_specialize=plan.warp_specialize):
+        first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
         # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked

@@ -22,6 +22,10 @@ class Loops(NamedTuple):
     behind: bool
 
 
+# With lists of tiles: over the mixed ones, and over the whole ones.
+BY_LISTS = Loops(True, True, False)
+
+
 def loops(traced: Program, of_keys: bool) -> Loops:
     """Those of a kernel that walks over keys or, where its programs are those `of_keys`, over queries."""
     any_range, full_range, first = (

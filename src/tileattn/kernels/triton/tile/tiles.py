@@ -135,9 +135,12 @@ def phases(any_range, full_range, origin, seqlen, block: tl.constexpr):
 
     Tiles from full_start to full_end are fully visible; those before and behind need the mask. The ranges are
     counted from `origin` and clamped to 0 .. seqlen; tiles begin at multiples of `block`.
+
+    Products of positions are of 64 bits (`Neighborhood` has some), and descriptors take coordinates of 32.
     """
     lo, end = tl.maximum(any_range[0] - origin, 0), tl.minimum(any_range[1] - origin, seqlen)
     full_lo, full_hi = tl.maximum(full_range[0] - origin, 0), tl.minimum(full_range[1] - origin, end)
+    lo, end, full_lo, full_hi = lo.to(tl.int32), end.to(tl.int32), full_lo.to(tl.int32), full_hi.to(tl.int32)
     start = lo // block * block
     full_start = tl.maximum((full_lo + block - 1) // block * block, start)
     full_end = tl.maximum(full_hi, 0) // block * block

@@ -6,8 +6,8 @@ each tile whether it is hidden, whole or mixed, and kernels walk over lists: for
 ascending order, then the whole ones. (For dk and dv: for each column of tiles.)
 
 Here operations of PyTorch make them, of fixed shapes, and the host reads none of their results. So a CUDA graph
-captures them with the call, and a replay finds what the mask's tensors then hold. The kernel of most masks (lists/)
-makes the same lists in one launch or a few.
+captures them with the call, and a replay finds what the mask's tensors then hold. TileLang's kernel of most masks
+(tilelang/lists/) makes the same lists in one launch or a few.
 
 The forward kernel's lines are in the order in which its queue hands rows out: the longest first, since a long row that
 begins last keeps one multiprocessor busy while the others are done.
@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.facts import AttentionCall
-from ...call.inputs import Operands
-from ...variant import sparse
-from ...variant.evaluated import values_of
-from ...variant.expression import Expr, TensorSymbol, has_symbol, nodes
-from ...variant.intervals.tiles import Kind, grid, tile_kinds
-from ...variant.intervals.values import Ends
-from ...variant.key import class_named
-from ...variant.masks import FunctionMask, Mask, Or
-from ...variant.program import Program, has_ranges_only, program
-from ...variant.reading import evaluate
+from ..call.facts import AttentionCall
+from ..call.inputs import Operands
+from ..variant import sparse
+from ..variant.evaluated import values_of
+from ..variant.expression import Expr, TensorSymbol, has_symbol, nodes
+from ..variant.intervals.tiles import Kind, grid, tile_kinds
+from ..variant.intervals.values import Ends
+from ..variant.key import class_named
+from ..variant.masks import FunctionMask, Mask, Or
+from ..variant.program import Program, has_ranges_only, program
+from ..variant.reading import evaluate
 
 # Below so many tiles of 128 by 128 a call is over before its lists would be made.
 FEWEST_TILES, USUAL_TILE = 64, 128

@@ -1,4 +1,4 @@
-"""Lists of tiles (tile_lists.py) that calls find again, and what a launch passes of them.
+"""Lists of tiles (tile_lists.py) that calls find again, and what a launch passes of them. For every backend.
 
 Layers of a model, and steps of a training, call with one mask. So lists are kept for the last few combinations of a
 mask, sizes and tiles. What a mask's tensor holds may change: lists are found again only for the same tensor objects at
@@ -13,18 +13,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...call.graph_memory import is_of_a_graph
-from ...call.inputs import Operands
-from .lists.launch import make
+from ..call.graph_memory import is_of_a_graph
+from ..call.inputs import Operands
 from .tile_lists import Cut, Sizes, TileLists, tensors_of
 
 MOST_KEPT, MOST_BYTES = 32, 2**28
+
+Make = Callable[[str, Operands, Sizes, Cut, torch.device], TileLists]
 
 
 class _Kept(NamedTuple):
@@ -43,15 +44,20 @@ _kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 _lock = threading.Lock()
 
 
-def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
-    """The lists of a call, made now or found; arguments as of :func:`make`."""
+def lists_of(make: Make, variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
+    """The lists of a call, made now or found.
+
+    Args:
+        make: makes them; a backend's own, or :func:`tileattn.kernels.tile_lists.make_lists`, of which the other
+            arguments are.
+    """
     read = [operands.tensors[number] for number in tensors_of(variant)]
     on_gpu = device.type == "cuda"
     # Tensors of inference mode have no versions.
     if (on_gpu and is_of_a_graph(device)) or any(tensor.is_inference() for tensor in read):
         return make(variant, operands, sizes, cut, device)
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None
-    key = variant, sizes, cut, device, stream, tuple(operands.ints), tuple(operands.floats), tuple(map(id, read))
+    key = make, variant, sizes, cut, device, stream, tuple(operands.ints), tuple(operands.floats), tuple(map(id, read))
     versions = tuple(tensor._version for tensor in read)
     with _lock:
         found = _kept.get(key)
