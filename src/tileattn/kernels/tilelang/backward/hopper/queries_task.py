@@ -29,8 +29,10 @@ def find_task(plan, arg, at, mine, w):
     w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
     if plan.listed:
-        w.task[FIRST] = line_of(arg, w.task[BATCH], w.task[HEAD], T.truncdiv(w.task[ROW], plan.block_M))
-        w.task[COUNT] = T.max(length_of_line(arg, w.task[FIRST]), 1)
+        number = T.truncdiv(w.task[ROW], plan.block_M)
+        number = at.first + number if plan.call.packed else number
+        w.task[FIRST] = at.uniform(line_of(arg, w.task[BATCH], w.task[HEAD], number))
+        w.task[COUNT] = at.uniform(T.max(length_of_line(arg, w.task[FIRST]), 1))
     else:
         q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
         q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
