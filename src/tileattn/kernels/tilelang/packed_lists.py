@@ -30,7 +30,7 @@ from ...variant.intervals.values import Ends
 from ...variant.program import program
 from . import tile_lists
 from .packed.work_list import COUNT, FIRST, K_LEN, Q_LEN, SEQUENCE, capacity
-from .tile_lists import FEWEST_TILES, USUAL_TILE, Cut, TileLists, depends_on, fill_lists, is_listed, kinds_of, numbers_of
+from .tile_lists import Cut, TileLists, depends_on, fill_lists, is_listed, kinds_of, numbers_of
 
 MOST_BYTES = 2**28
 
@@ -107,8 +107,8 @@ def packed_pays(call: AttentionCall, sizes: PackedSizes, cuts: tuple[Cut, ...]) 
     """
     if not may_be_listed(call):
         return False
-    tiles = -(-sizes.max_seqlen_q // USUAL_TILE) * -(-sizes.max_seqlen_k // USUAL_TILE)
-    return tiles >= FEWEST_TILES and all(bytes_of(call.variant, sizes, cut) <= MOST_BYTES for cut in cuts)
+    tiles = -(-sizes.max_seqlen_q // tile_lists.USUAL_TILE) * -(-sizes.max_seqlen_k // tile_lists.USUAL_TILE)
+    return tiles >= tile_lists.FEWEST_TILES and all(bytes_of(call.variant, sizes, cut) <= MOST_BYTES for cut in cuts)
 
 
 def bytes_of(variant: str, sizes: PackedSizes, cut: Cut) -> int:

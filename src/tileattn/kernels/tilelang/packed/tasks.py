@@ -22,8 +22,8 @@ def task_count(arg: Any) -> Any:
 
 @T.macro
 def find_task(arg, number, rows, is_one):
-    """The sequence, head and first row (counted in the sequence) of a task, then q_start, q_len, k_start, k_len, and the
-    first entry of its sequence's run in the work list.
+    """The sequence, head and first row (counted in the sequence) of a task, then q_start, q_len, k_start, k_len, and
+    where its sequence's run begins in the work list.
 
     Within a sequence tasks are in the order of the dense kernels: `side_by_side` heads, which divide all heads, begin
     with their last tiles of `rows` queries. `is_one` is True, or says whether the number is that of a task. A number
