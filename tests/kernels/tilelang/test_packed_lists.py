@@ -243,10 +243,10 @@ def test_memory_is_bounded() -> None:
     """What the page says: 4 bytes an entry and tile of the longest sequence; too much of it, and ranges are walked."""
     by_head = encode(MASKS["by-head"], ())[0]
     for name, cut in (("dilated", "forward"), ("by-head", "keys"), ("by-both", "queries")):
-        call = Call("cross")
-        lists = call.lists(MASKS[name], CUTS[cut])
+        given = Call("cross")
+        lists = given.lists(MASKS[name], CUTS[cut])
         tensors = [lists.tiles, lists.counts, *([] if lists.rows is None else [lists.rows])]
-        assert bytes_of(encode(MASKS[name], ())[0], call.sizes, CUTS[cut]) == sum(each.nbytes for each in tensors)
+        assert bytes_of(encode(MASKS[name], ())[0], given.sizes, CUTS[cut]) == sum(each.nbytes for each in tensors)
     long = sizes_of(131072, 16384)
     assert bytes_of(encode(MASKS["dilated"], ())[0], long, CUTS["forward"]) == 4 * (1024 + 8 + 1) * (128 + 3)
     call = AttentionCall(torch.bfloat16, 64, 64, by_head, arch="sm_90a", packed=True)
@@ -285,7 +285,7 @@ def test_lengths_that_were_written_in_place_are_seen() -> None:
     for which in range(2):
         call = Call("cross")
         first = found(call, MASKS["dilated"])
-        call.packed[which].copy_(call.packed[which].clone())
+        (call.packed.cu_seqlens_q, call.packed.cu_seqlens_k)[which].add_(0)
         assert found(call, MASKS["dilated"]).tiles is not first.tiles
 
 

@@ -76,8 +76,9 @@ class Problem:
 
         return launched
 
-    def mark(self, which: str, record: list[int], h: int, rows: slice, keys: slice, masked: bool) -> None:
-        """Computes a tile, as far as its sequence goes."""
+    def mark(self, which: str, record: list[int], h: int, tile: tuple[slice, slice], masked: bool) -> None:
+        """Computes a tile, its rows and keys, as far as its sequence goes."""
+        rows, keys = tile
         marked = self.marked[which][record[SEQUENCE]][h]
         if masked:
             marked[rows, keys] += self.allowed(record[SEQUENCE], h)[rows, keys].int()
@@ -97,13 +98,14 @@ def walk_line(problem: Problem, arg: Any, which: str, record: list[int], h: int,
     assert 0 not in (record[Q_LEN], record[K_LEN]) or arg.list_counts[line].tolist() == [0, 0]
     mixed, visited = arg.list_counts[line].tolist()
     for place, number in enumerate(arg.list_tiles[line, :visited].tolist()):
-        problem.mark(which, record, h, *tile(number), place < mixed)
+        problem.mark(which, record, h, tile(number), place < mixed)
     return int(visited)
 
 
 def forward_walk(problem: Problem, arg: Any, config: Any, which: str) -> None:
     """The tasks of all tickets, as packed/tasks.py and forward/hopper/tasks.py find them."""
-    rows, done, lengths = config.cluster * config.block_M, set(), {}
+    rows, done = config.cluster * config.block_M, set()
+    lengths: dict[tuple[int, int], int] = {}
     for ticket in range(int(arg.work[0, COUNT]) * HEADS):
         record = arg.work[1 + ticket // HEADS].tolist()
         first, q_len = record[FIRST], record[Q_LEN]
@@ -308,15 +310,20 @@ def test_short_calls_have_none_by_the_rows_of_the_tensors(monkeypatch: pytest.Mo
         seen.append(config)
         return lambda *arguments: None
 
+    def ignore(*_: Any) -> None:
+        pass
+
     def load_backward(call: BackwardCall, config: Any = None) -> Kernels:
         seen.append(config or backward_default(call))
-        return Kernels(*(lambda *_: None for _ in range(3)), None)  # type: ignore[arg-type]
+        return Kernels(ignore, ignore, ignore, None)
 
     monkeypatch.setattr(tile_lists, "FEWEST_TILES", 50)
     problem, short = Problem(MASKS["dilated"], "self"), Problem(MASKS["dilated"], "one")
-    longest = {"max_seqlen_q": 10**6, "max_seqlen_k": 10**6}
-    inputs = [each.inputs._replace(packed=each.packed._replace(**longest)) for each in (short, problem)]
-    shapes = sizes(problem.q, problem.k, problem.packed._replace(**longest))
+    inputs = [
+        each.inputs._replace(packed=each.packed._replace(max_seqlen_q=10**6, max_seqlen_k=10**6))
+        for each in (short, problem)
+    ]
+    shapes = sizes(problem.q, problem.k, problem.packed._replace(max_seqlen_q=10**6, max_seqlen_k=10**6))
     with mock.patch.object(forward_launch, "forward_function", load):
         forward = forward_launch.prepare(problem.call, *shapes, 0.125)
         for each in inputs:
