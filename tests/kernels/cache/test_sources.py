@@ -131,14 +131,14 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"kept_lists", "tile_lists", "lists.launch", "lists.library"}
+HOST |= {"kept_lists", "tile_lists", "packed_lists", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
-HOST |= {"backward.jobs", "backward.tensor_gradients"}
+HOST |= {"backward.jobs", "backward.listed", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
 
 
