@@ -124,7 +124,7 @@ class _Requested:
 
 def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob, ...]:
     """The kernel that makes the tiles' lists that this configuration walks over."""
-    return lists_jobs(call.variant, call.arch) if getattr(config, "listed", False) and not call.packed else ()
+    return lists_jobs(call.variant, call.arch, call.packed) if getattr(config, "listed", False) else ()
 
 
 def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from ...call.facts import Packed
 from ...call.graph_memory import is_of_a_graph
 from ...call.inputs import Operands
-from .lists.launch import make
-from .packed_lists import PackedSizes, make_packed_lists
+from .lists.launch import make, make_packed
+from .packed_lists import PackedSizes
 from .tile_lists import Cut, Sizes, TileLists, tensors_of
 
 MOST_KEPT, MOST_BYTES = 32, 2**28
@@ -55,13 +55,13 @@ def lists_of(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: t
 def packed_lists_of(
     variant: str, operands: Operands, packed: Packed, sizes: PackedSizes, cut: Cut, work: Tensor
 ) -> TileLists:
-    """The lists of a packed call, made now or found; arguments as of :func:`make_packed_lists`.
+    """The lists of a packed call, made now or found; arguments as of :func:`make_packed`.
 
     packed: where the sequences lie; the work list follows from that and from the sizes.
     """
     key, bounds = (variant, sizes, cut), (packed.cu_seqlens_q, packed.cu_seqlens_k)
     return _found_or_made(
-        key, operands, variant, bounds, work.device, lambda: make_packed_lists(variant, operands, sizes, cut, work)
+        key, operands, variant, bounds, work.device, lambda: make_packed(variant, operands, packed, sizes, cut, work)
     )
 
 

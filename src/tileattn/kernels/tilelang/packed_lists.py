@@ -58,7 +58,9 @@ class PackedSizes(NamedTuple):
         return cls(packed.cu_seqlens_q.numel() - 1, heads, total_q, total_k, *longest)
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
+    """Of the lists of a call: planes, one for each head or one for all, lines of a plane, and tiles of a line."""
+
     planes: int
     lines: int
     capacity: int
@@ -117,11 +119,15 @@ def bytes_of(variant: str, sizes: PackedSizes, cut: Cut) -> int:
     return 4 * shape.planes * shape.lines * (shape.capacity + (3 if cut.longest_first else 2))
 
 
-def _shape(variant: str, sizes: PackedSizes, cut: Cut) -> _Shape:
+def _shape(variant: str, sizes: PackedSizes, cut: Cut) -> Shape:
+    return shape_of(sizes, cut, _differs_by(variant, "h"))
+
+
+def shape_of(sizes: PackedSizes, cut: Cut, by_head: bool) -> Shape:
+    """The shape of a call's lists; `by_head`: whether the mask depends on the head."""
     listed, block = (sizes.max_seqlen_q, cut.block_M) if cut.by_keys else (sizes.max_seqlen_k, cut.block_N)
     rows, tile = (sizes.total_k, cut.block_N) if cut.by_keys else (sizes.total_q, cut.block_M)
-    planes = sizes.heads if _differs_by(variant, "h") else 1
-    return _Shape(planes, capacity(rows, sizes.sequences, tile), max(-(-listed // block), 1))
+    return Shape(sizes.heads if by_head else 1, capacity(rows, sizes.sequences, tile), max(-(-listed // block), 1))
 
 
 @functools.lru_cache(maxsize=1024)

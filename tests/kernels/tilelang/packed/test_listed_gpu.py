@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -30,8 +31,12 @@ from tileattn import (
     SoftCap,
     Strided,
 )
-from tileattn.call.facts import Packed
+from tileattn.call.facts import Packed, device_arch
 from tileattn.kernels.tilelang import kept_lists
+from tileattn.kernels.tilelang.lists import launch
+from tileattn.kernels.tilelang.packed.plan import work_list
+from tileattn.kernels.tilelang.packed_lists import PackedSizes, make_packed_lists
+from tileattn.kernels.tilelang.tile_lists import Cut
 from tileattn.math import load
 from tileattn.testing import (
     assert_forward_accurate,
@@ -41,6 +46,7 @@ from tileattn.testing import (
     gradients,
 )
 from tileattn.testing.call_arguments import DROPOUT_SEED, Arguments
+from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.gpu
 
@@ -232,6 +238,33 @@ def _same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             torch.testing.assert_close(got[name], tensor, rtol=2**-6, atol=1e-3)
         else:
             assert torch.equal(got[name], tensor), name
+
+
+CUTS = {
+    "forward": Cut(128, 128, longest_first=True),
+    "cluster": Cut(256, 176, longest_first=True),
+    "keys": Cut(64, 128, by_keys=True, masks_queries=True),
+    "queries": Cut(128, 96, masks_queries=True),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "blocks"])
+def test_the_kernel_gives_the_bits_of_pytorchs_operations(name: str, cut: str) -> None:
+    for lengths_q, lengths_k, behind in LENGTHS.values():
+        variant, operands = encode(MASKS[name](max(lengths_k)), ())
+        packed = Packed(cu_seqlens(lengths_q), cu_seqlens(lengths_k), max(lengths_q), max(lengths_k))
+        totals, tiles = (sum(lengths_q) + behind, sum(lengths_k) + behind), CUTS[cut]
+        tile = tiles.block_N if tiles.by_keys else tiles.block_M
+        work = work_list(device_arch(packed.cu_seqlens_q.device), packed, *totals, tile, of_keys=tiles.by_keys)
+        sizes = PackedSizes.of(packed, *totals, 4)
+        with mock.patch.object(launch, "make_packed_lists", side_effect=AssertionError("PyTorch made the lists")):
+            got = launch.make_packed(variant, operands, packed, sizes, tiles, work)
+        expected = make_packed_lists(variant, operands, sizes, tiles, work)
+        assert got[2:4] == expected[2:4]
+        assert torch.equal(got.tiles, expected.tiles)
+        assert torch.equal(got.counts, expected.counts)
+        assert expected.rows is None or torch.equal(got.rows, expected.rows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["images-text-64", "dilated-similar", "local-global-256", "deterministic-64"])
