@@ -108,7 +108,13 @@ class Call:
         return exact(torch.as_tensor(allowed).expand(seqlen_q, seqlen_k), cut)
 
 
-WALKS = [*(("cross", cut) for cut in CUTS), ("self", "narrow"), ("one", "keys")]
+WALKS = [
+    *(("cross", cut) for cut in CUTS),
+    *(
+        pytest.param(*walk, marks=pytest.mark.slow)
+        for walk in (("self", "narrow"), ("one", "keys"), ("self", "queries"))
+    ),
+]
 
 
 @pytest.mark.parametrize(("lengths", "cut"), WALKS)
@@ -154,7 +160,7 @@ def kinds_of_line(lists: TileLists, line: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["dilated", "local-global", "by-head", "far-only", "everything"])
+@pytest.mark.parametrize("name", ["dilated", "by-head", "far-only"])
 def test_lines_are_those_of_dense_calls(name: str, cut: str) -> None:
     """Of each sequence by itself, but for the last keys, which lines of queries judge by whole tiles."""
     call, tiles = Call("cross"), CUTS[cut]
@@ -189,8 +195,7 @@ def test_tiles_of_a_run_ascend_by_length(name: str) -> None:
             assert by_cost == sorted(by_cost)
 
 
-@pytest.mark.parametrize("at_once", [1, 40, 200])
-@pytest.mark.parametrize("name", ["by-both", "by-sequence"])
+@pytest.mark.parametrize(("name", "at_once"), [("by-both", 40), ("by-both", 200), ("by-sequence", 40)])
 def test_lists_are_made_in_parts(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many lines bounds in 64 bits would take much memory at once."""
     call = Call("cross")
@@ -293,7 +298,7 @@ def test_lengths_that_were_written_in_place_are_seen() -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["images-text", "by-both", "local-global"])
+@pytest.mark.parametrize("name", ["images-text", "by-both"])
 def test_nothing_comes_to_the_host_or_from_it(name: str, cut: str) -> None:
     """So that lists can be made while a CUDA graph is captured."""
     call = Call("cross")

@@ -8,7 +8,8 @@ record, as tensors. Lines behind the last entry, and those of unused tail rows, 
 In the forward pass the tiles of a sequence are taken by length: its longest lines first, a mixed tile counted twice.
 
 The host reads nothing, and shapes depend on bounds that it knows: the rows of the tensors, and the longest that a
-sequence may be. So a CUDA graph captures the operations with the call.
+sequence may be. So a CUDA graph captures the operations with the call. The kernel of most masks (lists/) makes the same
+lists in one launch or a few.
 
 Memory: 4 bytes for each entry and each tile of the longest sequence, 8 or 12 an entry; where the mask depends on the
 head, so many for each. Calls that would take more than `MOST_BYTES` walk over ranges.

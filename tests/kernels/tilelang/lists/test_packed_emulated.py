@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ ALL: dict[str, Mask] = {
         lambda b, h, q, k: (k < load(WIDE, b, q + 5)) & (q - k < load(WIDE[0], q)) & (load(IDS[0], k) != h)
     ),
 }
-USUAL = ("local-global", "wide")
+USUAL = ("wide", "cross")
 # Lines of several tiles for each thread, and runs of more lines than a block has threads.
 LONG = {
     "fine": Cut(4, 2, longest_first=True),
@@ -61,10 +61,14 @@ def by_both_ways(mask: Mask, call: Call, cut: Cut) -> tuple[TileLists, TileLists
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-)
-def test_the_same_bits_as_by_pytorch(name: str) -> None:
-    for lengths in LENGTHS:
-        for cut in [*CUTS.values(), *(LONG.values() if lengths == "cross" else ())]:
-            assert_equal(*by_both_ways(ALL[name], Call(lengths), cut))
+def _walks() -> Iterator[Any]:
+    for name in ALL:
+        for lengths in LENGTHS:
+            usual = (name, lengths) == USUAL
+            yield pytest.param(name, lengths, id=f"{name}-{lengths}", marks=[] if usual else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "lengths"), list(_walks()))
+def test_the_same_bits_as_by_pytorch(name: str, lengths: str) -> None:
+    for cut in [*CUTS.values(), *(LONG.values() if lengths == "cross" else ())]:
+        assert_equal(*by_both_ways(ALL[name], Call(lengths), cut))

@@ -219,9 +219,11 @@ def run_backward(problem: Problem, deterministic: bool = False) -> Any:
 
 
 FORWARD = [
-    *(("cross", name) for name in ("dilated", "local-global", "images-text", "by-head", "by-sequence", "by-both")),
-    *(("self", name) for name in ("image", "loaded-ids", "nothing")),
-    ("one", "far-only"),
+    *(("cross", name) for name in ("local-global", "images-text", "by-both")),
+    ("self", "nothing"),
+    *(pytest.param("cross", name, marks=pytest.mark.slow) for name in ("dilated", "by-head", "by-sequence")),
+    *(pytest.param("self", name, marks=pytest.mark.slow) for name in ("image", "loaded-ids")),
+    pytest.param("one", "far-only", marks=pytest.mark.slow),
 ]
 
 
