@@ -312,7 +312,7 @@ EDITS = [
     ("backward/hopper/wide.py", {"backward"}),
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
-    ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("packed/work_list.py", {"forward", "backward", "sequence_plan", "tile_lists", "transpose_fp8"}),
     (
         "build/nvcc.py",
         {
