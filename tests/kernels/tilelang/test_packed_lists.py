@@ -91,7 +91,7 @@ class Call:
         """The work list; behind its end lies anything."""
         tile, rows = (cut.block_N, self.totals[1]) if cut.by_keys else (cut.block_M, self.totals[0])
         entries = self.entries(cut)
-        work = torch.full((1 + capacity(rows, len(self.q), tile), WIDTH), -(2**31) + 77, dtype=torch.int32)
+        work = torch.full((1 + capacity(rows, len(self.q), tile), WIDTH), 77, dtype=torch.int32)
         work[0] = 0
         work[0, 0] = len(entries)
         work[1 : 1 + len(entries)] = entries
@@ -126,6 +126,9 @@ def test_lists_beside_every_pair(name: str, lengths: str, cut: str) -> None:
     entries = call.entries(tiles).tolist()
     seen = set()
     for h in range(HEADS):
+        # What lies behind the last entry, here numbers that could be those of one, is the line of nothing.
+        behind = slice(h * lists.head_step + len(entries), (lists.head_step and (h + 1) * lists.head_step) or None)
+        assert not lists.counts[behind].any()
         for entry, (sequence, first, _, seqlen_q, _, seqlen_k, *_) in enumerate(entries):
             line = h * lists.head_step + entry
             mixed, visited = lists.counts[line].tolist()
