@@ -9,7 +9,7 @@
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py parallel                               # of the tests and the suite on two GPUs
-    python benchmarks/precompile.py lists                                  # of test_tile_lists_gpu.py and any_mask.py
+    python benchmarks/precompile.py lists                                  # of the tests of lists and any_mask.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
@@ -124,7 +124,7 @@ class _Requested:
 
 def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob, ...]:
     """The kernel that makes the tiles' lists that this configuration walks over."""
-    return lists_jobs(call.variant, call.arch) if getattr(config, "listed", False) else ()
+    return lists_jobs(call.variant, call.arch, call.packed) if getattr(config, "listed", False) else ()
 
 
 def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,9 +311,10 @@ def conformance_attempts() -> Iterator[Attempt]:
 def _listed_test_calls() -> Iterator[Attempt]:
     """The calls of the tests of lists of tiles, blocks of a model among them."""
     from tests.kernels.tilelang import test_tile_lists_gpu
+    from tests.kernels.tilelang.packed import test_listed_gpu
     from tests.variant import test_blocks_gpu
 
-    for module in (test_tile_lists_gpu, test_blocks_gpu):
+    for module in (test_tile_lists_gpu, test_listed_gpu, test_blocks_gpu):
         with mock.patch.object(module, "DEVICE", "meta"):
             yield from map(torch.enable_grad(), module.calls())
 
@@ -486,7 +487,7 @@ def parallel(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list
 
 @app.command()
 def lists(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
-    """The kernels of test_tile_lists_gpu.py, test_blocks_gpu.py and benchmarks/any_mask.py."""
+    """The kernels of test_tile_lists_gpu.py, test_listed_gpu.py, test_blocks_gpu.py and benchmarks/any_mask.py."""
     sys.path.insert(0, str(ROOT))
     found = [job for job in jobs_of(lists_attempts(), _arch(arch)) if re.search(match, str(job))]
     raise typer.Exit(run(found, jobs, only_list))

@@ -144,8 +144,8 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
     going_back = _distinct(job for call in backward for job in all_jobs(call))
-    listed = (call for call in wanted if not call.packed and call.dtype.itemsize == 2)
-    lists = _distinct(job for call in listed for job in lists_jobs(call.variant, call.arch))
+    listed = (call for call in wanted if call.dtype.itemsize == 2)
+    lists = _distinct(job for call in listed for job in lists_jobs(call.variant, call.arch, call.packed))
     return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back, *lists]
 
 

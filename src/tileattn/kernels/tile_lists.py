@@ -174,7 +174,7 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
     q, k = grid(sizes.seqlen_q, sizes.seqlen_k, cut.block_M, cut.block_N, device)
     rows, columns = len(q[0]), len(k[0])
     lines, capacity = (columns, rows) if cut.by_keys else (rows, columns)
-    by_batch, by_head = (_depends(traced, name) for name in "bh")
+    by_batch, by_head = (depends_on(traced, name) for name in "bh")
     batch, heads = sizes.batch if by_batch else 1, sizes.heads if by_head else 1
     planes = batch * heads
     tiles = torch.empty(planes * lines, capacity, dtype=torch.int32, device=device)
@@ -183,9 +183,9 @@ def make_lists(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device:
     at_once = max(MOST_AT_ONCE // (rows * columns), 1)
     for first in range(0, planes, at_once):
         plane = torch.arange(first, min(first + at_once, planes), device=device)[:, None, None]
-        b = _numbers(plane // heads, batch) if by_batch else 0
-        h = _numbers(plane % heads, heads) if by_head else 0
-        kinds = _kinds(traced, values, sizes.seqlen_k, q, k, b, h)
+        b = numbers_of(plane // heads, batch) if by_batch else 0
+        h = numbers_of(plane % heads, heads) if by_head else 0
+        kinds = kinds_of(traced, values, sizes.seqlen_k, q, k, b, h)
         kinds = _ends_masked(kinds.expand(len(plane), rows, columns), sizes, cut)
         kinds = kinds.transpose(1, 2).contiguous() if cut.by_keys else kinds
         part = slice(first * lines, (first + len(plane)) * lines)
@@ -215,18 +215,19 @@ def fill_lists(kinds: Tensor, tiles: Tensor, counts: Tensor) -> None:
     counts[:, 1] = (kinds != Kind.HIDDEN).sum(1)
 
 
-def _depends(traced: Program, name: str) -> bool:
+def depends_on(traced: Program, name: str) -> bool:
+    """Whether the tiles of a mask may depend on the batch element "b", or on the head "h"."""
     expressions = (traced.allows, *traced.kv_range, *traced.full_range)
     return any(has_symbol(each, name) for each in expressions)
 
 
-def _numbers(numbers: Tensor, count: int) -> Ends:
+def numbers_of(numbers: Tensor, count: int) -> Ends:
     """Numbers of batch elements or heads, of which there are `count`."""
     return Ends(numbers, numbers, (0, count - 1), 0)
 
 
-def _kinds(
-    traced: Program, values: Mapping[str, Any], seqlen_k: int, q: Ends, k: Ends, b: int | Ends, h: int | Ends
+def kinds_of(
+    traced: Program, values: Mapping[str, Any], seqlen_k: int | Tensor, q: Ends, k: Ends, b: int | Ends, h: int | Ends
 ) -> Tensor:
     """The kinds of all tiles, by the mask's expression and by its own ranges."""
     kinds = tile_kinds(traced.allows, dict(values), q, k, b, h)

@@ -131,14 +131,14 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"lists.launch", "lists.library"}
+HOST |= {"packed_lists", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
-HOST |= {"backward.jobs", "backward.tensor_gradients"}
+HOST |= {"backward.jobs", "backward.listed", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
 
 
@@ -312,7 +312,7 @@ EDITS = [
     ("backward/hopper/wide.py", {"backward"}),
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
-    ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("packed/work_list.py", {"forward", "backward", "sequence_plan", "tile_lists", "transpose_fp8"}),
     (
         "build/nvcc.py",
         {

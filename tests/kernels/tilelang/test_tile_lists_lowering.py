@@ -72,10 +72,24 @@ def test_backward_reads_tiles_from_its_line() -> None:
     assert "list_lines" not in source.split("{", 1)[1]
 
 
+def test_packed_kernels_read_tiles_from_lines_of_their_runs() -> None:
+    """The same places, and in the forward pass which tile of its run a task has, of the first task and of the next."""
+    call = make_call(MASKS["dilated"], dim=64, packed=True)
+    source = forward_source(call)
+    assert source.count("= list_tiles[") == 4
+    assert source.count("list_rows[") == 2
+    assert "list_ahead" not in source
+    backward = backward_source(backward_of(call))
+    assert backward.count("list_tiles[") == 4
+    for body in (source, backward):
+        assert "list_lines" not in body.split("{", 1)[1]
+
+
 @pytest.mark.slow
-def test_the_kernel_for_dq_alone_and_that_of_wide_heads() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_for_dq_alone_and_that_of_wide_heads(packed: bool) -> None:
     for which in ("main", "queries"):
-        source = backward_source(backward_of(make_call(MASKS["dilated"], dim=256)), which)
+        source = backward_source(backward_of(make_call(MASKS["dilated"], dim=256, packed=packed)), which)
         assert "list_tiles[" in source
         assert "list_lines" not in source.split("{", 1)[1]
 

@@ -14,6 +14,8 @@ VISITS = (
     f"{TRITON}/test_lists.py::test_the_forward_pass_visits_what_is_not_hidden[by-head-1]",
     f"{TRITON}/test_lists.py::test_outputs_and_gradients[by-head-more-queries]",
 )
+PACKED = f"{TILELANG}/test_packed_lists.py"
+WALK = f"{TILELANG}/packed/test_listed_walk.py"
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -153,6 +155,86 @@ MUTANTS: list[Mutant] = [
             "lists: a row's bits depend on the batch": (
                 "q_shape[1] * k_shape[1] >= FEWEST_PAIRS",
                 "q_shape[0] * q_shape[1] * k_shape[1] >= FEWEST_PAIRS",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/packed_lists.py",
+        (f"{PACKED}::test_lists_beside_every_pair", f"{PACKED}::test_lines_are_those_of_dense_calls"),
+        {
+            "packed lists: unwritten entries are read": ("(line < work[0, COUNT]) & (record", "(record"),
+            "packed lists: heads share a plane": ("0, shape.lines * by_head, order)", "0, 0, order)"),
+            "packed lists: a sequence's last keys need no mask": (
+                "beyond = key + cut.block_N > lines.seqlen_k\n    if cut.masks_queries:\n"
+                "        beyond = beyond | (row + cut.block_M > lines.seqlen_q)\n    return _Tiles(\n"
+                "        Ends(row + offset",
+                "beyond = key < 0\n    if cut.masks_queries:\n"
+                "        beyond = beyond | (row + cut.block_M > lines.seqlen_q)\n    return _Tiles(\n"
+                "        Ends(row + offset",
+            ),
+            "packed lists: positions without alignment": (
+                "lines.seqlen_q.clamp(min=1) - 1, lines.seqlen_k - lines.seqlen_q",
+                "lines.seqlen_q.clamp(min=1) - 1, lines.seqlen_k * 0",
+            ),
+            "packed lists: tiles behind a sequence are visited": (
+                "lines.used & (row < lines.seqlen_q)",
+                "lines.used",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/packed_lists.py",
+        (f"{PACKED}::test_tiles_of_a_run_ascend_by_length",),
+        {"packed lists: runs are mixed": ("first * (2 * capacity + 1) + counts", "counts")},
+    ),
+    *mutants(
+        f"{TILELANG}/packed_lists.py",
+        (f"{PACKED}::test_memory_is_bounded", f"{PACKED}::test_which_calls"),
+        {
+            "packed lists: any number of bytes": ("<= MOST_BYTES for cut in cuts", "<= 2**60 for cut in cuts"),
+            "packed lists: longer than the tensors": (
+                "min(packed.max_seqlen_q, total_q), min(packed.max_seqlen_k, total_k)",
+                "packed.max_seqlen_q, packed.max_seqlen_k",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/kept_lists.py",
+        (f"{PACKED}::test_lengths_that_were_written_in_place_are_seen",),
+        {
+            "packed lists: lengths written in place are not seen": (
+                "for number in tensors_of(variant)), *bounds]",
+                "for number in tensors_of(variant))]",
+            )
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/forward/packed.py",
+        (f"{WALK}::test_forward",),
+        {
+            "packed lists: a cluster's lists have the rows of a block": (
+                "Cut(config.cluster * config.block_M",
+                "Cut(2 * config.block_M",
+            )
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/backward/listed.py",
+        (f"{WALK}::test_short_calls_have_none_by_the_rows_of_the_tensors",),
+        {"packed lists: every backward pass has them": ("prepare(listed if pays else None)", "prepare(listed)")},
+    ),
+    *mutants(
+        f"{TILELANG}/lists/packed_lines.py",
+        (f"{TILELANG}/lists/test_packed_emulated.py::test_the_same_bits_as_by_pytorch[wide-cross]",),
+        {
+            "packed lists: the kernel's equal lines from the last tile on": ("(other < number)", "(other > number)"),
+            "packed lists: sequences share bounds of wide loads": (
+                "of.sequence * arg.heads + plane if",
+                "plane if",
+            ),
+            "packed lists: the kernel's rows without alignment": (
+                "offset, last_row = of.seqlen_k - of.seqlen_q, T",
+                "offset, last_row = 0, T",
             ),
         },
     ),

@@ -126,6 +126,9 @@ def test_jobs() -> None:
     assert lists_jobs(variant, "sm_90a") == (job,)
     assert job.key == lists_key(variant, "sm_90a")
     assert "Dilated" in str(job)
+    (packed,) = lists_jobs(variant, "sm_90a", packed=True)
+    assert packed.key == lists_key(variant, "sm_90a", packed=True) != job.key
+    assert "packed" in str(packed)
     assert lists_jobs(variant, "sm_80") == lists_jobs(key(Causal()), "sm_90a") == lists_jobs("", "sm_90a") == ()
 
 
@@ -133,7 +136,7 @@ def test_warmup_compiles_it() -> None:
     call = AttentionCall(torch.bfloat16, 64, 64, key(Dilated(511, dilation=4)), arch="sm_90a")
     for wanted, expected in (
         (call, [ListsJob(call.variant, "sm_90a")]),
-        (replace(call, packed=True), []),
+        (replace(call, packed=True), [ListsJob(call.variant, "sm_90a", packed=True)]),
         (replace(call, dtype=FP8), []),
     ):
         assert [job for job in warmup.jobs([wanted]) if isinstance(job, ListsJob)] == expected

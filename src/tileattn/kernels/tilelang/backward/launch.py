@@ -13,19 +13,18 @@ from ....call.facts import BackwardCall, Gradients, Packed
 from ....call.inputs import Inputs, Operands
 from ....tuner.space import Space
 from ....variant.program import program
-from ...kept_lists import arguments_of, lists_of
 from ...scale import scaled_first
 from ...sink import sink_gradient
-from ...tile_lists import Cut, Sizes, pays
+from ...tile_lists import Sizes
 from ..architecture import padded_finely
 from ..host import as_bytes, one_batch, pattern_arguments
-from ..lists.launch import make
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
-from .hopper.config import HopperBackwardConfig, leaving
+from .hopper.config import leaving
 from .jobs import jobs_of
 from .library import Kernels, add_shares, backward_kernels, main_kernel
+from .listed import cuts_of, lists_for, packed_backward, with_lists
 from .operand_gradients import paths
 from .shares.choice import of_lengths, split
 from .shares.last_wave import Dealt, dealt, first_keys, later_keys, whole_part
@@ -46,7 +45,10 @@ def prepare_backward(
         return _nothing(call)
     call = _specialised(call, scale)
     if call.forward.packed:
-        return prepare_backward_with(None, call, q_shape, k_shape, scale)
+        longest = q_shape[1], k_shape[1]
+        return packed_backward(
+            call, longest, lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale)
+        )
     config, of_groups = configured(call, q_shape, k_shape)
     return prepare_backward_with(config, call, q_shape, k_shape, scale, *of_groups)
 
@@ -61,15 +63,6 @@ def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> 
         config = of_lengths(call, q_shape[1], k_shape[1])
     listed = with_lists(config or default(call), call, q_shape, k_shape)
     return listed or config, dealt(call, listed or config or default(call), q_shape, k_shape)
-
-
-def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> MainConfig | None:
-    """The configuration for a call of these sizes that takes its tiles from lists; None for any other call."""
-    if isinstance(config, BackwardConfig) or not pays(call.forward, q_shape, k_shape):
-        return None
-    if isinstance(config, HopperBackwardConfig):  # the words' code and that of lists have not run together
-        config = dataclasses.replace(config, mask_words=False)
-    return dataclasses.replace(config, listed=True)
 
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
@@ -130,7 +123,7 @@ def prepare_backward_with(
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     whole = call.needs == (True, True, True, False)
     listed = own_order and config.listed
-    cut_of_main, cut_of_queries = _cuts(call, config) if listed else (None, None)
+    cut_of_main, cut_of_queries = cuts_of(call, config) if listed else (None, None)
     sizes = Sizes(q_shape[0], heads, q_shape[1], k_shape[1])
     beside = runs_beside(call, config, q_shape, k_shape)
     if of_batch is not None and whole and shares == 1 and not listed and _is_plain(call, kernels):
@@ -154,9 +147,9 @@ def prepare_backward_with(
         written_out = written_to(operand_paths, workspaces, operands, leaves)
         tensors, numbers = _of_variant(operands, dropout, heads)
 
-        lists, steps = _of_lists(call, operands, sizes, cut_of_main, q.device)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
+        lists, steps = lists_for(call, inputs, sizes, cut_of_main, work)
         its, parts = _of_later(rows, (dk, dv), shares, whole_keys)
 
         def run_main() -> None:  # allocates nothing: it may run on a second stream
@@ -168,7 +161,7 @@ def prepare_backward_with(
 
         def run_queries() -> None:
             assert kernels.queries is not None
-            lists, steps = _of_lists(call, operands, sizes, cut_of_queries, q.device)
+            lists, steps = lists_for(call, inputs, sizes, cut_of_queries, of_tiles)
             kernels.queries(*of_tiles, *rows, dq, *lists, *tensors, *of_queries, *steps, *numbers)
 
         of_tiles = () if kernels.queries is None else workspaces.work(tiles[1])
@@ -196,15 +189,6 @@ def _wanted(
     if inputs.sink is not None and call.needs[3]:
         dsink = _sink_gradient(inputs.sink, lse, delta, inputs.packed)
     return Gradients(*(x if need else None for x, need in zip(gradients, call.needs)), dsink, of_tensors)
-
-
-def _of_lists(
-    call: BackwardCall, operands: Operands, sizes: Sizes, cut: Cut | None, device: torch.device
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The lists of tiles that a kernel takes, and their steps; none without a cut."""
-    if cut is None:
-        return (), ()
-    return arguments_of(lists_of(make, call.forward.variant, operands, sizes, cut, device))
 
 
 def _launch(main: Callable[[], None], queries: Callable[[], None] | None, beside: torch.device | None) -> None:
@@ -243,15 +227,6 @@ def _of_queries(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, sc
     if isinstance(queries_default(call), BackwardConfig):
         return numbers
     return (*numbers, heads_side_by_side(call, q_shape, k_shape))
-
-
-def _cuts(call: BackwardCall, config: MainConfig) -> tuple[Cut, Cut | None]:
-    """How the main kernel, and that for dq alone in a Hopper schedule, cut the scores for lists of tiles."""
-    queries = queries_default(call)
-    main = Cut(config.block_M, config.block_N, by_keys=True, masks_queries=True)
-    if isinstance(queries, BackwardConfig):
-        return main, None
-    return main, Cut(queries.block_M, queries.block_N, masks_queries=True)
 
 
 def _is_plain(call: BackwardCall, kernels: Kernels) -> bool:

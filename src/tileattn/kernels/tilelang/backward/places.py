@@ -65,11 +65,12 @@ class BatchElement:
         exists: whether there is a tile for the block.
         arg: the kernel's parameters, as the tile's work is written for them.
         block: the block's number among those of its sequence, here among all: tiles and heads follow from it.
+        first: the number of the first tile of the sequence among those of all sequences, here 0.
         least_tiles: of the other side, which a block visits even where nothing is visible: its loads by TMA are waited
             for within the loop over them.
     """
 
-    exists, least_tiles = True, 1
+    exists, first, least_tiles = True, 0, 1
 
     def __init__(self, arg: Any, block: Any, heads: Any) -> None:
         self.arg, self.block, self.heads = arg, block, heads
@@ -98,7 +99,8 @@ class PackedSequence:
             self._record = T.alloc_shared([WIDTH + 1], "int32", scope="shared")
             _keep(self._record, arg.work, 1 + self._run)
         self.exists = self._run < (self._record[WIDTH] if by_tma else arg.work[0, COUNT])
-        self.block = block - self._field("first", FIRST) * heads
+        self.first = self._field("first", FIRST)
+        self.block = block - self.first * heads
         self._sequence, self._padded_q = self._field("sequence", SEQUENCE), self._field("padded_q", PADDED_Q)
         q_start, seqlen_q = self._field("q_start", Q_START), self._field("seqlen_q", Q_LEN)
         k_start, seqlen_k = self._field("k_start", K_START), self._field("seqlen_k", K_LEN)

@@ -51,7 +51,7 @@ def defaults(call: AttentionCall) -> list[Config]:
     configs = [default(call, 1), default(call, LONG)]
     tile = wide(call)
     configs += [tile] if tile is not None else []
-    if is_listed(call.variant) and not call.packed and call.dtype.itemsize == 2:
+    if is_listed(call.variant) and call.dtype.itemsize == 2:
         configs += [with_lists(config, call) for config in configs if isinstance(config, HopperConfig)]
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
 

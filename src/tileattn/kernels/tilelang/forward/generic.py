@@ -114,7 +114,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             if call.packed:
                 wait_for_previous(call.arch)
-                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(
+                b, h, row, q_start, seqlen_q, k_start, seqlen_k, _ = find_task(
                     arg, block, block_M, block < task_count(arg)
                 )
                 arg = of_sequence(arg, q_start, seqlen_q, k_start, seqlen_k)

@@ -12,6 +12,7 @@ from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import Program
 from ..packed.work_list import WIDTH
+from ..tile.lists import declare_steps
 from ..tile.parameters import NO_PATTERN, SIZES, declare_pattern, operand
 from .hopper.sorted_lists import NO_SORTED_LISTS, declare_sorted_lists, declare_sorted_steps
 
@@ -62,7 +63,8 @@ def declare(
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
     if listed:
-        lists = lists | declare_sorted_steps(scalar)
+        # The tasks of a packed call are in the order of its work list, whatever their lengths.
+        lists = lists | (declare_steps(scalar) if call.packed else declare_sorted_steps(scalar))
     pattern = declare_pattern(scalar) if call.dropout else NO_PATTERN
     tickets, blocks = None, None
     if persistent:

@@ -7,6 +7,8 @@ ascending order. Warps have consecutive parts of a line. There is no atomic oper
 Where lines are sorted, a launch before only counts, and a block then finds its line's place among those of its plane by
 comparing its cost with all. Where a mask has wide loads (analysis.py), the first launch bounds these: a warp for each
 row of tiles, and for each column.
+
+Of a packed call a kernel of its own has a block for each line of each head; packed_lines.py says what differs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from ..build.compile import OWN_BOUNDS
+from ..packed.work_list import WIDTH
+from . import packed_lines
 from .analysis import Analysis
 from .emit import WARP, Emitter, dtype_of_span
 
@@ -34,8 +38,9 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def lists_kernel(analysis: Analysis, dtypes: dict[int, str]) -> Any:
-    """The function ``lists(tiles, counts, rows, costs, *bounds, *tensors, *sizes, *ints, *numbers)``.
+def lists_kernel(analysis: Analysis, dtypes: dict[int, str], packed: bool = False) -> Any:
+    """The function ``lists([work, cu_seqlens_q, cu_seqlens_k], tiles, counts, rows, costs, *bounds, *tensors, *sizes,
+    *ints, *numbers)``.
 
     tiles, counts, rows: of :class:`TileLists`; without an order ``rows`` is any tensor of int32. costs: int32 (all
     lines,), which the launch that counts writes; else any. bounds: for the analysis's row loads, and its column loads,
@@ -46,12 +51,18 @@ def lists_kernel(analysis: Analysis, dtypes: dict[int, str]) -> Any:
 
     Args:
         dtypes: of the tensors, by their numbers.
+        packed: whether the kernel is for packed calls. Then ``seqlen_q`` and ``seqlen_k`` are the most that a sequence
+            may have, and ``heads`` planes of all lines.
     """
     builder = Builder()
     with builder.prim_func("lists"):
         every = T.dynamic("every")  # lines
         stride = T.dynamic("stride", "int64")  # a place in the lists may be beyond 2^31
-        arg = SimpleNamespace(analysis=analysis)
+        arg = SimpleNamespace(analysis=analysis, packed=packed)
+        if packed:
+            arg.work = builder.prim_func_arg("work", T.Tensor([T.dynamic("records"), WIDTH], "int32"))
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                setattr(arg, name, builder.prim_func_arg(name, T.Tensor([T.dynamic("ends")], "int32")))
         shape = [every, T.dynamic("width")]
         arg.tiles = builder.prim_func_arg("tiles", T.StridedTensor(shape, [stride, 1], "int32"))
         arg.counts = builder.prim_func_arg("counts", T.Tensor([every, 2], "int32"))
@@ -93,10 +104,11 @@ def _kernel(arg):
         whole = T.alloc_var("int32", init=0)
         hidden = T.alloc_var("int32", init=0)
         line = T.alloc_var("int32", init=block)
+        of = packed_lines.line_of(arg, number) if arg.packed else None
         for turn in T.serial(arg.phase):
             for step in T.serial(steps):
                 tile = T.alloc_var("int32", init=first + step * WARP + lane)
-                kind = T.alloc_var("int32", init=_kind(arg, plane, number, T.min(tile, arg.capacity - 1)))
+                kind = T.alloc_var("int32", init=_kind(arg, of, plane, number, T.min(tile, arg.capacity - 1)))
                 is_mixed = T.alloc_var("int32", init=_as_int((kind == MIXED) & (tile < arg.capacity)))
                 is_whole = T.alloc_var("int32", init=_as_int((kind == WHOLE) & (tile < arg.capacity)))
                 if turn == 0:
@@ -122,22 +134,30 @@ def _kernel(arg):
                     whole += _high(of_all)
                     hidden += WARP - _low(of_all) - _high(of_all)
             if turn == 0:
-                _share(arg, facts, warp, lane, (mixed, whole, _lines_before(arg, plane, number, block, thread)))
+                _share(arg, facts, warp, lane, (mixed, whole, _lines_before(arg, of, plane, number, block, thread)))
                 T.sync_threads()
                 all_mixed, all_whole, its_place = (_sum(facts, fact, WARPS) for fact in range(FACTS))
-                line = plane * arg.lines + T.if_then_else(arg.sorts == 1, its_place, number)
+                if not arg.packed:
+                    line = plane * arg.lines + T.if_then_else(arg.sorts == 1, its_place, number)
                 if thread == 0:
-                    _write_counts(arg, block, line, number, all_mixed, all_whole)
+                    _write(arg, of, (block, line, plane, number, its_place), all_mixed, all_whole)
                 mixed = _sum(facts, OF_MIXED, warp)
                 whole = _sum(facts, OF_WHOLE, warp)
                 hidden = all_mixed + all_whole + first - mixed - whole
                 whole += all_mixed
 
 
+def _lines_before(arg: Any, of: Any, plane: Any, number: Any, block: Any, thread: Any) -> Any:
+    """How many lines come before the block's, of those that this thread looks at. `of`: of a packed call, its line."""
+    if arg.packed:
+        sorts = (arg.phase == LISTS) & (arg.sorts == 1)
+        return packed_lines.shorter_lines(arg, of, sorts, plane, number, block, thread, WARPS * WARP)
+    return _longer_lines(arg, plane, number, block, thread)
+
+
 @T.macro
-def _lines_before(arg, plane, number, block, thread):
-    """How many lines of the plane come before the block's, of those that this thread looks at: longer ones, and of
-    equal ones those of later rows."""
+def _longer_lines(arg, plane, number, block, thread):
+    """Of the plane: longer lines, and of equal ones those of later rows."""
     count = T.alloc_var("int32", init=0)
     if (arg.phase == LISTS) & (arg.sorts == 1):
         own = T.alloc_var("int32", init=arg.costs[block])
@@ -169,6 +189,18 @@ def _sum(facts, fact, warps):
     return total
 
 
+def _write(arg: Any, of: Any, at: tuple[Any, ...], mixed: Any, whole: Any) -> None:
+    """Writes a line's counts and its place among the sorted ones; in the launch that counts, its cost.
+
+    at: the block, where the line is, its plane and number, and how many lines come before it.
+    """
+    block, line, plane, number, place = at
+    if arg.packed:
+        packed_lines.write_counts(arg, of, arg.phase == LISTS, block, plane, place, mixed, whole)
+    else:
+        _write_counts(arg, block, line, number, mixed, whole)
+
+
 @T.macro
 def _write_counts(arg, block, line, number, mixed, whole):
     if arg.phase == LISTS:
@@ -180,9 +212,20 @@ def _write_counts(arg, block, line, number, mixed, whole):
         arg.costs[block] = 2 * mixed + whole
 
 
+def _kind(arg: Any, of: Any, plane: Any, line: Any, tile: Any) -> Any:
+    """The kind of a tile of a line, with its ends masked; `of`: of a packed call what the line is of."""
+    if not arg.packed:
+        return _dense_kind(arg, plane, line, tile)
+    row, column = (
+        T.alloc_var("int32", init=value)[0]
+        for value in (T.if_then_else(arg.by_keys == 1, tile, of.tile), T.if_then_else(arg.by_keys == 1, of.tile, tile))
+    )
+    kind = _packed_emitted(arg, of, plane, line, tile, row, column)
+    return packed_lines.kind_of_tile(arg, of, row, column, kind, HIDDEN, MIXED)
+
+
 @T.macro
-def _kind(arg, plane, line, tile):
-    """The kind of a tile of a line, with its ends masked."""
+def _dense_kind(arg, plane, line, tile):
     row = T.alloc_var("int32", init=T.if_then_else(arg.by_keys == 1, tile, line))
     column = T.alloc_var("int32", init=T.if_then_else(arg.by_keys == 1, line, tile))
     kind = T.alloc_var("int32", init=_emitted(arg, plane, row, column))
@@ -202,6 +245,18 @@ def _emitted(arg: Any, plane: Any, row: Any, column: Any) -> Any:
         return [T.cast(bounds[number, end, place, tiles[side]], dtype_of_span(load.span)) for end in range(2)]
 
     return Emitter(inputs, arg.tensors, wide)(arg.analysis.kind)
+
+
+def _packed_emitted(arg: Any, of: Any, plane: Any, line: Any, tile: Any, row: Any, column: Any) -> Any:
+    """The kind by the mask, of a line's tile; `row` and `column` say which of its sequence's tiles it is."""
+
+    def wide(_: Emitter, side: str, number: int) -> list[Any]:
+        bounds, load = arg.bounds[side], _loads(arg, side)[number]
+        place, tile_or_line = packed_lines.place_of_bounds(arg, of, load, side, plane, line, tile)
+        return [T.cast(bounds[number, end, place, tile_or_line], dtype_of_span(load.span)) for end in range(2)]
+
+    ends = _ends_of_row(arg, row, of) | _ends_of_column(arg, column, of)
+    return Emitter(_inputs(arg, plane, of) | ends, arg.tensors, wide)(arg.analysis.kind)
 
 
 @T.macro
@@ -231,9 +286,13 @@ def _sides(arg: Any) -> list[SimpleNamespace]:
 
 def _bounds_by_warp(arg: Any, side: str, plane: Any, tile: Any, lane: Any) -> list[Any]:
     """The bounds of each wide load of a side."""
-    of_tile = _ends_of_row(arg, tile) if side == "row" else _ends_of_column(arg, tile)
+    of = None
+    if arg.packed:
+        of = packed_lines.bounded_at(arg, side, plane, tile)
+        plane, tile = of.plane, of.tile
+    of_tile = _ends_of_row(arg, tile, of) if side == "row" else _ends_of_column(arg, tile, of)
     loads, found = _loads(arg, side), []
-    emitter = Emitter(_inputs(arg, plane) | of_tile, arg.tensors, lambda _, __, number: found[number])
+    emitter = Emitter(_inputs(arg, plane, of) | of_tile, arg.tensors, lambda _, __, number: found[number])
     for load in loads:
         found.append(emitter.ends_by_warp(load, lane))
     return found
@@ -243,24 +302,28 @@ def _loads(arg: Any, side: str) -> Any:
     return arg.analysis.row_loads if side == "row" else arg.analysis.column_loads
 
 
-def _inputs(arg: Any, plane: Any) -> dict[Any, Any]:
-    """The inputs that are the same in a plane."""
-    inputs = {("seqlen_k",): arg.seqlen_k}
-    if arg.analysis.by_batch:
+def _inputs(arg: Any, plane: Any, of: Any = None) -> dict[Any, Any]:
+    """The inputs that are the same in a plane; `of`: of a packed call, a line or a sequence."""
+    inputs: dict[Any, Any] = packed_lines.inputs_of(arg, of, plane) if arg.packed else {("seqlen_k",): arg.seqlen_k}
+    if arg.analysis.by_batch and not arg.packed:
         inputs["b",] = T.alloc_var("int32", init=T.truncdiv(plane, arg.heads))[0]
-    if arg.analysis.by_head:
+    if arg.analysis.by_head and not arg.packed:
         inputs["h",] = T.alloc_var("int32", init=T.truncmod(plane, arg.heads))[0]
     inputs |= {(f"i{number}",): value for number, value in arg.ints.items()}
     return inputs | {("size", *of): value for of, value in arg.sizes.items()}
 
 
-def _ends_of_row(arg: Any, row: Any) -> dict[Any, Any]:
+def _ends_of_row(arg: Any, row: Any, of: Any = None) -> dict[Any, Any]:
+    if arg.packed:
+        return _named("q", *packed_lines.ends_of_row(arg, of, row))
     offset = arg.seqlen_k - arg.seqlen_q
     first, last = row * arg.block_M + offset, T.min((row + 1) * arg.block_M, arg.seqlen_q) - 1 + offset
     return _named("q", first, last)
 
 
-def _ends_of_column(arg: Any, column: Any) -> dict[Any, Any]:
+def _ends_of_column(arg: Any, column: Any, of: Any = None) -> dict[Any, Any]:
+    if arg.packed:
+        return _named("k", *packed_lines.ends_of_column(arg, of, column))
     return _named("k", column * arg.block_N, T.min((column + 1) * arg.block_N, arg.seqlen_k) - 1)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.facts import device_arch
+from ....call.facts import Packed, device_arch
 from ....call.inputs import Operands
 from ...tile_lists import Cut, Sizes, TileLists, is_listed, make_lists
 from ..host import as_bytes
+from ..packed_lists import MOST_BYTES, PackedSizes, make_packed_lists, shape_of
 from .analysis import (
     MOST_BATCH,
     MOST_BLOCK,
@@ -46,10 +47,29 @@ def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch
     return by_kernel(lists_function(variant, device_arch(device)), found, operands, sizes, cut, device)
 
 
-def lists_jobs(variant: str, arch: str) -> tuple[ListsJob, ...]:
+def lists_jobs(variant: str, arch: str, packed: bool = False) -> tuple[ListsJob, ...]:
     """The kernel that long calls of a variant make their lists with, if there is one: on sm_90a alone."""
     has_kernel = variant and arch == LISTED_ARCH and is_listed(variant) and analysis(variant) is not None
-    return (ListsJob(variant, arch),) if has_kernel else ()
+    return (ListsJob(variant, arch, packed),) if has_kernel else ()
+
+
+def make_packed(
+    variant: str, operands: Operands, packed: Packed, sizes: PackedSizes, cut: Cut, work: Tensor
+) -> TileLists:
+    """The lists of a packed call; arguments as of :func:`tileattn.kernels.tilelang.packed_lists.make_packed_lists`."""
+    device = work.device
+    found = analysis(variant) if device.type == "cuda" and torch.version.hip is None else None
+    if found is None or not packed_fits(found, operands, sizes, cut):
+        return make_packed_lists(variant, operands, sizes, cut, work)
+    function = lists_function(variant, device_arch(device), True)
+    return packed_by_kernel(function, found, operands, packed, sizes, cut, work)
+
+
+def packed_fits(of: Analysis, operands: Operands, sizes: PackedSizes, cut: Cut) -> bool:
+    """Whether a packed call is within what the kernel assumes, and bounds of wide loads take at most `MOST_BYTES`."""
+    longest = (length + MOST_BLOCK for length in (sizes.max_seqlen_q, sizes.max_seqlen_k))  # whole tiles
+    bytes_of_bounds = sum(8 * math.prod(shape) for shape in _bounds_of_packed(of, sizes, cut))
+    return fits(of, operands, Sizes(sizes.sequences, sizes.heads, *longest), cut) and bytes_of_bounds <= MOST_BYTES
 
 
 def fits(of: Analysis, operands: Operands, sizes: Sizes, cut: Cut) -> bool:
@@ -85,16 +105,37 @@ def by_kernel(
     rows, columns = -(-sizes.seqlen_q // cut.block_M), -(-sizes.seqlen_k // cut.block_N)
     lines, capacity = (columns, rows) if cut.by_keys else (rows, columns)
     batch, heads = sizes.batch if of.by_batch else 1, sizes.heads if of.by_head else 1
-    every = batch * heads * lines
-    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    tiles, counts = new(every, capacity), new(every, 2)
-    order, costs = (new(every), new(every)) if cut.longest_first else (None, None)
-    unused = counts.view(-1)
     bounds = [
         torch.empty(len(loads), 2, batch * heads if by_plane(loads) else 1, count, dtype=torch.int64, device=device)
         for loads, count in ((of.row_loads, rows), (of.column_loads, columns))
         if loads
     ]
+    lists = _launched(function, of, operands, sizes, cut, (batch, heads, lines, capacity), bounds, device)
+    return lists._replace(batch_step=heads * lines * of.by_batch, head_step=lines * of.by_head)
+
+
+def _launched(
+    function: Callable[..., Any],
+    of: Analysis,
+    operands: Operands,
+    sizes: Sizes,
+    cut: Cut,
+    shape: tuple[int, int, int, int],
+    bounds: list[Tensor],
+    device: torch.device,
+) -> TileLists:
+    """The lists, without steps, of a kernel's launches.
+
+    Args:
+        shape: batch elements and heads that have planes, the lines of a plane, and the tiles of a line.
+        bounds: of wide loads, for the kernel to fill.
+    """
+    batch, heads, lines, capacity = shape
+    every = batch * heads * lines
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    tiles, counts = new(every, capacity), new(every, 2)
+    order, costs = (new(every), new(every)) if cut.longest_first else (None, None)
+    unused = counts.view(-1)
     tensors = [as_bytes(operands.tensors[number]).reshape(-1).contiguous() for number in of.tensors]
     shapes = [operands.tensors[number].shape[axis] for number, axis in of.sizes]
     ints = [operands.ints[number] for number in of.ints]
@@ -129,7 +170,38 @@ def by_kernel(
     if cut.longest_first:
         launch(COUNTS, every)
     launch(LISTS, every)
-    return TileLists(tiles, counts, heads * lines * of.by_batch, lines * of.by_head, order)
+    return TileLists(tiles, counts, 0, 0, order)
+
+
+def packed_by_kernel(
+    function: Callable[..., Any],
+    of: Analysis,
+    operands: Operands,
+    packed: Packed,
+    sizes: PackedSizes,
+    cut: Cut,
+    work: Tensor,
+) -> TileLists:
+    """The lists of a packed call by the compiled kernel of the analysis."""
+    shape = shape_of(sizes, cut, of.by_head)
+    bounds = [torch.empty(each, dtype=torch.int64, device=work.device) for each in _bounds_of_packed(of, sizes, cut)]
+    first = (work, packed.cu_seqlens_q, packed.cu_seqlens_k)
+    most = Sizes(1, shape.planes, sizes.max_seqlen_q, sizes.max_seqlen_k)
+    lists = _launched(functools.partial(function, *first), of, operands, most, cut, (1, *shape), bounds, work.device)
+    return lists._replace(head_step=shape.lines * of.by_head)
+
+
+def _bounds_of_packed(of: Analysis, sizes: PackedSizes, cut: Cut) -> list[tuple[int, int, int, int]]:
+    """The shapes of the bounds of wide loads, by row and by column of tiles (packed_lines.py)."""
+    planes, lines, capacity = shape_of(sizes, cut, of.by_head)
+    shapes = []
+    for loads, is_row in ((of.row_loads, True), (of.column_loads, False)):
+        if is_row != cut.by_keys:
+            places = planes if by_plane(loads) else 1, lines
+        else:
+            places = sizes.sequences * planes if is_row or by_plane(loads) else 1, capacity
+        shapes += [(len(loads), 2, *places)] if loads else []
+    return shapes
 
 
 def by_plane(loads: tuple[WideLoad, ...]) -> bool:

@@ -16,12 +16,15 @@ from .analysis import analysis, mask_text
 
 
 @functools.cache
-def lists_function(variant: str, arch: str) -> Callable[..., Any]:
-    """The compiled kernel of a variant's mask, which has an analysis, from the cache on disk or compiled now."""
-    return load(ensure_lists_compiled(variant, arch))["lists"]
+def lists_function(variant: str, arch: str, packed: bool = False) -> Callable[..., Any]:
+    """The compiled kernel of a variant's mask, which has an analysis, from the cache on disk or compiled now.
+
+    packed: for packed calls.
+    """
+    return load(ensure_lists_compiled(variant, arch, packed))["lists"]
 
 
-def ensure_lists_compiled(variant: str, arch: str) -> Path:
+def ensure_lists_compiled(variant: str, arch: str, packed: bool = False) -> Path:
     """The shared library of :func:`lists_function`."""
 
     def kernel() -> Any:
@@ -29,14 +32,15 @@ def ensure_lists_compiled(variant: str, arch: str) -> Path:
 
         found = analysis(variant)
         assert found is not None
-        return lists_kernel(found, dtypes_of(variant))
+        return lists_kernel(found, dtypes_of(variant), packed)
 
-    return find_or_compile(lists_key(variant, arch), kernel, arch)
+    return find_or_compile(lists_key(variant, arch, packed), kernel, arch)
 
 
-def lists_key(variant: str, arch: str) -> str:
-    """The cache key of the kernel; of a call it depends on the mask and the architecture alone."""
-    return key_of(f"tile_lists | {arch} | {mask_text(variant)}", "lists.kernel")
+def lists_key(variant: str, arch: str, packed: bool = False) -> str:
+    """The cache key of the kernel; of a call it depends on the mask, the architecture and whether it is packed."""
+    kind = "packed_tile_lists" if packed else "tile_lists"
+    return key_of(f"{kind} | {arch} | {mask_text(variant)}", "lists.kernel")
 
 
 def dtypes_of(variant: str) -> dict[int, str]:
@@ -52,15 +56,16 @@ class ListsJob:
 
     variant: str
     arch: str
+    packed: bool = False
 
     @property
     def key(self) -> str:
         """The key of the library in the kernel cache."""
-        return lists_key(self.variant, self.arch)
+        return lists_key(self.variant, self.arch, self.packed)
 
     def compile(self) -> None:
         """Compiles the kernel into the cache."""
-        ensure_lists_compiled(self.variant, self.arch)
+        ensure_lists_compiled(self.variant, self.arch, self.packed)
 
     def __str__(self) -> str:
-        return f"lists of tiles {self.variant} {self.arch}"
+        return f"lists of tiles {self.variant}{' packed' * self.packed} {self.arch}"

@@ -22,7 +22,8 @@ def task_count(arg: Any) -> Any:
 
 @T.macro
 def find_task(arg, number, rows, is_one):
-    """The sequence, head and first row (counted in the sequence) of a task, and q_start, q_len, k_start, k_len.
+    """The sequence, head and first row (counted in the sequence) of a task, then q_start, q_len, k_start, k_len, and
+    where its sequence's run begins in the work list.
 
     Within a sequence tasks are in the order of the dense kernels: `side_by_side` heads, which divide all heads, begin
     with their last tiles of `rows` queries. `is_one` is True, or says whether the number is that of a task. A number
@@ -40,7 +41,7 @@ def find_task(arg, number, rows, is_one):
     rest = T.alloc_var("int32", init=within - group * (side * tiles))
     h = T.alloc_var("int32", init=group * side + T.truncmod(rest, side))
     row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(rest, side)) * rows)
-    return b, h, row, q_start, q_len, k_start, k_len
+    return b, h, row, q_start, q_len, k_start, k_len, first
 
 
 def _if(condition: Any, value: Any) -> Any:

@@ -102,7 +102,8 @@ def first_head(plan, arg, w):
 
 def line_of_head(plan, arg, w, h):
     """The line that lists the tiles of queries of the block's keys."""
-    return line_of(arg, w.task[BATCH], h, T.truncdiv(w.task[KEY], plan.block_N))
+    number = T.truncdiv(w.task[KEY], plan.block_N)
+    return line_of(arg, w.task[BATCH], h, w.first + number if plan.call.packed else number)
 
 
 def tiles_of_head(plan, w, h):

@@ -154,6 +154,7 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
     dq_sums = plan.adds_dq
     w = SimpleNamespace(
         task=T.alloc_local([3], "int32"),
+        first=at.first,
         # In shared memory, to save registers.
         share=T.alloc_shared([3], "int32", scope="shared") if plan.split else None,
         emit=emit,

@@ -11,6 +11,12 @@ from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 
 
+def number_of_tile(plan, at, w):
+    """The number of the block's tile of queries in its batch element, or among those of all sequences."""
+    number = T.truncdiv(w.task[ROW], plan.block_M)
+    return at.first + number if plan.call.packed else number
+
+
 def key_of_step(plan, arg, w, step):
     """The first key of the step-th listed tile."""
     return tile_of_line(arg, w.task[FIRST], step) * plan.block_N
@@ -29,8 +35,8 @@ def find_task(plan, arg, at, mine, w):
     w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
     if plan.listed:
-        w.task[FIRST] = line_of(arg, w.task[BATCH], w.task[HEAD], T.truncdiv(w.task[ROW], plan.block_M))
-        w.task[COUNT] = T.max(length_of_line(arg, w.task[FIRST]), 1)
+        w.task[FIRST] = at.uniform(line_of(arg, w.task[BATCH], w.task[HEAD], number_of_tile(plan, at, w)))
+        w.task[COUNT] = at.uniform(T.max(length_of_line(arg, w.task[FIRST]), 1))
     else:
         q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
         q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1

@@ -30,6 +30,11 @@ def find_rows(plan, w, h):
 @T.macro
 def find_line(plan, arg, w, h):
     """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask."""
-    w.rows[0] = line_of_head(plan, arg, w, h)
-    w.rows[1] = length_of_line(arg, w.rows[0])
-    w.rows[2] = mixed_of_line(arg, w.rows[0])
+    if plan.call.packed:
+        T.sync_threads(DS_WRITTEN, CONSUMERS)  # as in find_rows: all have read the last head's numbers
+    w.rows[0] = w.uniform(line_of_head(plan, arg, w, h))
+    w.rows[1] = w.uniform(length_of_line(arg, w.rows[0]))
+    w.rows[2] = w.uniform(mixed_of_line(arg, w.rows[0]))
+    if plan.call.packed:
+        T.sync_threads(DS_WRITTEN, CONSUMERS)
+        T.fence_proxy_async()

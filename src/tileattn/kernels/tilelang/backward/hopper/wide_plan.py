@@ -68,6 +68,7 @@ def allocate(plan: WidePlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
     score_tile = [2 * TILE_ROWS, TILE_ROWS]
     return SimpleNamespace(
         task=T.alloc_local([3], "int32"),
+        first=at.first,
         # In shared memory, to save registers.
         share=T.alloc_shared([3], "int32", scope="shared") if plan.split else None,
         emit=emit,

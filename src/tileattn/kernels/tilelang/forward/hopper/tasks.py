@@ -79,12 +79,17 @@ def write_message(plan, arg, w, turn, tile):
     emit = Emitter(arg.operands)
     of = arg
     if plan.packed:
-        b, h, row, q_start, q_len, k_start, k_len = find_task(arg, tile, plan.rows, True)
+        b, h, row, q_start, q_len, k_start, k_len, run = find_task(arg, tile, plan.rows, True)
         w.message[turn % plan.messages, Q_END] = q_start + q_len
         w.message[turn % plan.messages, Q_LEN] = q_len
         w.message[turn % plan.messages, K_END] = k_start + k_len
         w.message[turn % plan.messages, K_LEN] = k_len
         of = SimpleNamespace(seqlen_q=q_len, seqlen_k=k_len)
+        if plan.listed:
+            # Lines of a run are in the order of its tiles, whose numbers are sorted: the longest is in the last place.
+            place = line_of(arg, b, h, run + T.truncdiv(row, plan.rows))
+            of_run = T.alloc_var("int32", init=row_of_line(arg, place))
+            number = run + of_run
     else:
         tiles = T.ceildiv(arg.seqlen_q, plan.rows)
         if plan.listed:
@@ -119,7 +124,10 @@ def write_message(plan, arg, w, turn, tile):
         full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
-    w.message[turn % plan.messages, ROW] = row_of_line(arg, first) * plan.rows if plan.listed else row
+    if plan.listed and plan.packed:
+        w.message[turn % plan.messages, ROW] = of_run * plan.rows
+    else:
+        w.message[turn % plan.messages, ROW] = row_of_line(arg, first) * plan.rows if plan.listed else row
     w.message[turn % plan.messages, FIRST_KEY] = first
     if plan.listed:
         w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
