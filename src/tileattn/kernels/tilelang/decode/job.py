@@ -28,14 +28,14 @@ class DecodeJob:
         """The key of the library in the kernel cache."""
         call = self.call
         if self.config is None:
-            return plan_key(call.arch, call.packed, call.variant)
+            return plan_key(call.arch, call.packed, call.variant, call.listed)
         return decode_key(call, self.config)
 
     def compile(self) -> None:
         """Compiles the kernel into the cache."""
         call = self.call
         if self.config is None:
-            ensure_plan_compiled(call.arch, call.packed, call.variant)
+            ensure_plan_compiled(call.arch, call.packed, call.variant, call.listed)
         else:
             ensure_decode_compiled(call, self.config)
 

@@ -1,0 +1,39 @@
+"""Decode calls that visit the tiles of lines only, on the generic schedule, run on the CPU by emulate()."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from tests.kernels.tilelang.decode.cases import Case, Tensors
+from tests.kernels.tilelang.decode.line_cases import CASES
+from tests.kernels.tilelang.decode.test_emulated import emulated as emulated
+from tests.kernels.tilelang.decode.test_emulated import prepared
+from tileattn.call import cache_status, packed_status
+from tileattn.kernels.tilelang.decode import visits
+from tileattn.testing import poisoned_memory
+from tileattn.testing.emulator.kernel import COMPILER
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.slow(reason="each kernel takes 20 s to lower and to compile"),
+]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "FEWEST_TILES", 1)
+    tensors = Tensors(case)
+    decoding, inputs = prepared(tensors, monkeypatch)
+    assert decoding.call.listed
+    plan = decoding.plan(inputs)
+    with poisoned_memory():
+        o, lse = decoding(inputs, plan)
+    tensors.check(o, lse)
+    with poisoned_memory():
+        again = decoding(inputs, plan)
+    assert torch.equal(again[0], o)
+    for status in (cache_status, packed_status):
+        assert not status.status_of(o.device).any()
