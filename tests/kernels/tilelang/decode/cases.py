@@ -108,6 +108,14 @@ class Tensors:
                 own = self.keys[b][i * page : (i + 1) * page], self.values[b][i * page : (i + 1) * page]
                 self.k[number, : len(own[0])], self.v[number, : len(own[1])] = own
 
+    def erase(self, b: int, key: int, kv_head: int) -> None:
+        """Writes NaN to a key of sequence b and to its value, in the caches alone."""
+        row, token = (b, key) if self.table is None else (int(self.table[b, key // self.case.page]), key % self.case.page)
+        if self.case.packed_keys:
+            row, token = 0, int(self.lengths[b]) + key
+        for cache in (self.k, self.v):
+            cache[row, token, kv_head] = math.nan
+
     def queries(self, b: int) -> Tensor:
         """Of one sequence, as a batch of one."""
         return self.q[b : b + 1] if self.bounds is None else self.q[:, self.ends[b] : self.ends[b + 1]]

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.decode.cases import Case, Tensors
-from tests.kernels.tilelang.decode.line_cases import CASES
+from tests.kernels.tilelang.decode.line_cases import CASES, poison_hidden
+from tests.kernels.tilelang.decode.test_emulated import TILE, prepared
 from tests.kernels.tilelang.decode.test_emulated import emulated as emulated
-from tests.kernels.tilelang.decode.test_emulated import prepared
 from tileattn.call import cache_status, packed_status
 from tileattn.kernels.tilelang.decode import visits
 from tileattn.testing import poisoned_memory
@@ -26,6 +26,7 @@ pytestmark = [
 def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visits, "FEWEST_TILES", 1)
     tensors = Tensors(case)
+    assert poison_hidden(tensors, TILE.block_N) > 0
     decoding, inputs = prepared(tensors, monkeypatch)
     assert decoding.call.listed
     plan = decoding.plan(inputs)
