@@ -22,6 +22,7 @@ from .hopper.config import HopperDecodeConfig
 from .library import decode_function, packed_keys_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
+from .write_lines import write
 
 
 def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) -> Decoding:
@@ -141,7 +142,7 @@ class Decoding:
         lengths, bounds, operands = inputs.seqlens_k, inputs.cu_seqlens_q, inputs.operands
         plan = lengths.new_empty(self.plan_rows, records.WIDTH)
         if self.lines is not None:
-            self.lines.write(inputs, plan[self.first_line :])
+            write(call, self.lines, inputs, plan, self.first_line)
         numbers = {"i": operands.ints, "f": operands.floats}
         plan_function(call.arch, call.packed, call.variant, call.listed)(
             lengths,

@@ -4,13 +4,15 @@ A job (records.py) goes by its mask's range of keys. A user's function has no ra
 a hull, and blocks that a model chooses lie anywhere. Of these the interval analysis tells which tiles are hidden from
 all rows of a job, and which are whole: a job's rows are a box of queries and of the heads of a group.
 
-Here operations of PyTorch make *lines* on the device, before the planning kernel, as part of the plan. There is one for
+These tiles are listed in *lines*, made on the device before the planning kernel, as part of the plan. There is one for
 each tile of query rows, or, where the mask depends on the head, for each of its jobs. A line of T tiles is
 
     at t, 0 <= t <= T    how many of the tiles before t are visited
     from T + 1 on        of each tile that is visited, in ascending order, its number times 2, and 1 if it is whole
 
-and one number more, that nobody reads. Nothing is read on the host, and shapes depend on sizes alone.
+and one number more, that nobody reads. What lies behind a sequence's tiles is not read either. Here operations of PyTorch
+make lines; the kernel of most masks makes the same ones (write_lines.py). Nothing is read on the host, and shapes depend
+on sizes alone.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from .ranges import mask_differs_by_head, names_in_range
 FEWEST_TILES = 2**14
 # Tiles of all lines: the plan would take more than 1 GB, and places in it are int32.
 MOST_TILES = 2**27
+# Of a job's tile, for the kernel that makes lines: all decode kernels have such tiles.
+MOST_QUERIES, MOST_KEYS = 64, 64
 # Lines are made together up to so many tiles, so that bounds in 64 bits take some 100 MB at most.
 MOST_AT_ONCE = 2**21
 
@@ -104,6 +108,11 @@ class Lines(NamedTuple):
         """By how much the last query of an item exceeds the first, at most."""
         group = self.sizes.heads // self.sizes.kv_heads
         return max(min(self.sizes.max_seqlen_q - 1, -(-(self.block_M - 1) // group)), 0)
+
+    @property
+    def single(self) -> bool:
+        """Whether each item has one query."""
+        return self.most_queries == 0
 
     def write(self, inputs: DecodeInputs, out: Tensor) -> None:
         """Writes all lines to rows of the plan.
