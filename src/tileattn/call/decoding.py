@@ -65,7 +65,7 @@ class DecodeCall:
         fixed: the keys of a :class:`FixedSplit`, or 0. With it, no other size may decide the order of a sum.
         packed_keys: whether keys and values are packed as well, with cu_seqlens_k, as in calls of
             :func:`tileattn.varlen_attention` with few queries; only with `packed`, and not with pages.
-        listed: whether kernels visit only the tiles of keys that lists name. A backend sets it, of which it is a matter.
+        listed: whether kernels visit only the tiles of keys that lists name. A backend sets it, by the sizes.
     """
 
     dtype: torch.dtype

@@ -99,6 +99,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         "decode.shares",
         lambda: decode_library.plan_key("sm_90a", False, ""),
     ),
+    "decode_lines": (
+        "decode.lines_kernel",
+        f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines decode.records",
+        lambda: decode_library.lines_key("sm_90a", False, LISTED, True),
+    ),
     "packed_keys": (
         "decode.packed_keys",
         f"{COMPILER} packed.dependent_launch decode.records",
@@ -136,7 +141,7 @@ HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
-HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
+HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library", "visits", "write_lines")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
 HOST |= {"backward.jobs", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
@@ -323,14 +328,15 @@ EDITS = [
             "transpose_fp8",
             "decode",
             "decode_plan",
+            "decode_lines",
             "packed_keys",
             "shares",
             "tile_lists",
         },
     ),
-    ("lists/emit.py", {"tile_lists"}),
+    ("lists/emit.py", {"tile_lists", "decode_lines"}),
     ("lists/launch.py", set()),
-    ("../../variant/intervals/integers.py", {"tile_lists"}),
+    ("../../variant/intervals/integers.py", {"tile_lists", "decode_lines"}),
     ("backward/shares/add.py", {"shares"}),
     ("backward/places.py", {"backward"}),
     ("backward/shares/waves.py", set()),
@@ -339,10 +345,16 @@ EDITS = [
     ("decode/combine.py", {"decode"}),
     ("decode/packed_keys.py", {"packed_keys"}),
     ("decode/launch.py", set()),
+    ("decode/lines.py", {"decode", "decode_plan", "decode_lines"}),
+    ("decode/lines_kernel.py", {"decode_lines"}),
+    ("decode/visits.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "tile_lists"}),
+    (
+        "../../variant/expression.py",
+        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists"},
+    ),
 ]
 
 
@@ -386,6 +398,7 @@ from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
 from tileattn.kernels.tilelang.decode import packed_keys
 from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
+from tileattn.kernels.tilelang.decode.lines_kernel import lines_kernel
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.call.appending import AppendCall
 from tileattn.kernels.tilelang.append.kernel import append_kernel
@@ -465,6 +478,7 @@ for mask in (Dilated(511, dilation=4), FunctionMask(lambda b, h, q, k: IDS[q] ==
     text = encode(mask, ())[0]
     dtypes = dtypes_of(text)  # traces the mask
     made("tile_lists", lambda: lists_kernel(analysis(text), dtypes))
+    made("decode_lines", lambda: lines_kernel(analysis(text, (0, 63)), dtypes, True))
 """
 
 

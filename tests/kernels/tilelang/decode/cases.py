@@ -110,7 +110,9 @@ class Tensors:
 
     def erase(self, b: int, key: int, kv_head: int) -> None:
         """Writes NaN to a key of sequence b and to its value, in the caches alone."""
-        row, token = (b, key) if self.table is None else (int(self.table[b, key // self.case.page]), key % self.case.page)
+        row, token = (
+            (b, key) if self.table is None else (int(self.table[b, key // self.case.page]), key % self.case.page)
+        )
         if self.case.packed_keys:
             row, token = 0, int(self.lengths[b]) + key
         for cache in (self.k, self.v):

@@ -14,7 +14,7 @@ from tests.kernels.tilelang.decode.cases import Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import CASES
 from tileattn import FunctionMask
 from tileattn.call.decoding import DecodeCall
-from tileattn.kernels.tilelang.decode import write_lines
+from tileattn.kernels.tilelang.decode import visits, write_lines
 from tileattn.kernels.tilelang.decode.lines_kernel import lines_kernel
 from tileattn.kernels.tilelang.decode.visits import Lines, lines_of
 from tileattn.kernels.tilelang.lists.library import dtypes_of
@@ -31,7 +31,7 @@ def both(case: Case, folder: Path) -> tuple[Lines, Tensor, Tensor]:
     if case.packed_keys:  # as launch.Decoding locates them
         inputs = inputs._replace(seqlens_k=inputs.seqlens_k.diff())
     lines = lines_of(call, sizes, 16, 16)
-    found = write_lines.analysis_of(call.variant, lines.single)
+    found = visits.analysis_of(call.variant, lines.single)
     assert found is not None
     assert write_lines.fits(found, lines, inputs.operands)
     kernel = Kernel(lines_kernel(found, dtypes_of(call.variant), call.packed), folder)
@@ -43,7 +43,9 @@ def both(case: Case, folder: Path) -> tuple[Lines, Tensor, Tensor]:
     return lines, by_operations, by_kernel
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_the_kernel_writes_the_same(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     lines, by_operations, by_kernel = both(case, tmp_path)
@@ -75,7 +77,7 @@ def test_masks_without_a_kernel() -> None:
         "wide": FunctionMask(lambda b, h, q, k: wide[2 * k] == 0),
         "ids": FunctionMask(lambda b, h, q, k: wide[q] == wide[k]),
     }
-    found = {name: write_lines.analysis_of(encode(mask, ())[0], True) is not None for name, mask in masks.items()}
+    found = {name: visits.analysis_of(encode(mask, ())[0], True) is not None for name, mask in masks.items()}
     assert found == {"floats": False, "wide": False, "ids": True}
 
 
@@ -83,7 +85,7 @@ def test_calls_beyond_the_limits_of_the_kernel() -> None:
     key, operands = encode(FunctionMask(lambda b, h, q, k: k % 32 < 16), ())
     _, sizes, _ = Tensors(CASES["nothing"]).inputs()
     call = DecodeCall(torch.float16, 16, 16, key, arch="sm_80")
-    found = write_lines.analysis_of(key, True)
+    found = visits.analysis_of(key, True)
     assert found is not None
     for capacity, block_N, expected in ((2**20, 64, True), (2**24, 64, False), (2**20, 128, False)):
         lines = lines_of(call, sizes._replace(capacity=capacity), 16, block_N)

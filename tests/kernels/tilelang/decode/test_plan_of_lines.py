@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def _check(
         assert [part.number for part in its] == list(range(len(its)))
         assert {part.parts for part in its} == {len(its)}
         assert (its[0].lo, its[-1].hi) == own[job[:2]]
-        assert all(part.hi == following.lo for part, following in zip(its, its[1:]))
+        assert all(part.hi == following.lo for part, following in itertools.pairwise(its))
         if deal.rule == FREE and len(its) > 1:
             line = seen[job[0] * q_tiles + job[1], job[2] if seen.shape[1] == kv_heads else 0]
             # A part begins with a tile that is visited, and the first has one too.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....call.decoding import DecodeCall
+from .. import tile_lists
 from .config import Config
 from .library import (
     decode_key,
     ensure_decode_compiled,
+    ensure_lines_compiled,
     ensure_packed_keys_compiled,
     ensure_plan_compiled,
+    lines_key,
     packed_keys_key,
     plan_key,
 )
+from .visits import analysis_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,42 @@ class DecodeJob:
 
     def __str__(self) -> str:
         return f"plan of {self.call}" if self.config is None else f"{self.call} {self.config}"
+
+
+@dataclass(frozen=True)
+class LinesJob:
+    """The kernel that lists the tiles which calls visit, of one query in each tile of rows or of several."""
+
+    arch: str
+    packed: bool
+    variant: str
+    single: bool
+
+    @property
+    def key(self) -> str:
+        """The key of the library in the kernel cache."""
+        return lines_key(self.arch, self.packed, self.variant, self.single)
+
+    def compile(self) -> None:
+        """Compiles the kernel into the cache."""
+        ensure_lines_compiled(self.arch, self.packed, self.variant, self.single)
+
+    def __str__(self) -> str:
+        return f"decode: lines of {self.variant}{' packed' * self.packed}{' single' * self.single} {self.arch}"
+
+
+def lines_jobs(call: DecodeCall, *singles: bool) -> tuple[LinesJob, ...]:
+    """The kernels that make the lines of a call, for one query or for several; none where operations do."""
+    if not call.listed:
+        return ()
+    known = [single for single in singles if analysis_of(call.variant, single)]
+    return tuple(LinesJob(call.arch, call.packed, call.variant, single) for single in known)
+
+
+def with_lines(call: DecodeCall) -> tuple[DecodeCall, ...]:
+    """The call, and, where its mask may hide tiles between others, that of larger sizes, which goes by lines."""
+    may = call.variant and tile_lists.is_listed(call.variant)
+    return (call, replace(call, listed=True)) if may else (call,)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..lists.analysis import mask_text
 from ..lists.library import dtypes_of
 from .config import Config
 from .ranges import mask_differs_by_head, text_of_range
+from .visits import analysis_of, widths
 
 
 @functools.cache
@@ -75,7 +76,6 @@ def ensure_lines_compiled(arch: str, packed: bool, variant: str, single: bool) -
 
     def kernel() -> Any:
         from .lines_kernel import lines_kernel
-        from .write_lines import analysis_of
 
         found = analysis_of(variant, single)
         assert found is not None
@@ -106,7 +106,7 @@ def decode_key(call: DecodeCall, config: Config) -> str:
 
 
 def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str:
-    """The cache key of a planning kernel; of a variant it depends on the range of keys, and on whose lines there are."""
+    """The cache key of a planning kernel; of a variant it depends on the range of keys, and on whose lines are."""
     traced = program(variant)
     by = f"{' listed' * listed}{' by head' * (listed and mask_differs_by_head(traced))}"
     return key_of(f"decode_plan | packed={packed} {arch}{by} | {text_of_range(traced)}", "decode.plan_kernel")
@@ -114,7 +114,7 @@ def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str
 
 def lines_key(arch: str, packed: bool, variant: str, single: bool) -> str:
     """The cache key of the kernel that makes lines; of a variant it depends on the mask alone."""
-    facts = f"packed={packed} single={single} {arch}"
+    facts = f"packed={packed} widths={widths(single)} {arch}"
     return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines_kernel")
 
 

@@ -56,7 +56,7 @@ def count_of(f: Any, part: Any) -> Any:
 
 
 def entry_of(f: Any, arg: Any, job: Any, part: Any, number: Any) -> Any:
-    """The entry of a tile that a part visits, by its number in the part; behind the last that of a tile without keys."""
+    """The entry of a tile that a part visits, by its number in the part; behind the last, of a tile without keys."""
     end = T.cast(2 * job.end, "int32")
     return T.if_then_else(number < part.count, entry(arg, job.line, part.rank + number), end)
 
@@ -64,3 +64,30 @@ def entry_of(f: Any, arg: Any, job: Any, part: Any, number: Any) -> Any:
 def tile_of(f: Any, arg: Any, job: Any, part: Any, number: Any) -> Any:
     """The tile that a part visits, by its number in the part."""
     return tile_in(entry_of(f, arg, job, part, number)) if f.call.listed else part.lo + number
+
+
+# --- In the planning kernel ---
+
+
+def visited_by(arg: Any, item: Any, keys: Any, tiles: Any) -> Any:
+    """How many of an item's tiles are visited, at least one."""
+    if not arg.listed:
+        return tiles
+    line = T.alloc_var("int32", init=line_at(arg, item))[0]
+    return T.alloc_var("int32", init=T.max(before(arg, line, keys.end) - before(arg, line, keys.first), 1))[0]
+
+
+@T.macro
+def tile_of_rank(arg, item, its_first, tiles, visited, rank):
+    """The tile that is visited as the rank-th of a job, counted from the job's first; the first begins with the job.
+
+    Beyond the last it is `tiles`.
+    """
+    tile = T.alloc_var("int32", init=0)
+    if rank >= visited:
+        tile = tiles
+    else:
+        if rank > 0:
+            line = T.alloc_var("int32", init=line_at(arg, item))
+            tile = tile_in(entry(arg, line, before(arg, line, its_first) + rank)) - its_first
+    return tile

@@ -33,7 +33,7 @@ from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
-from .lines import LISTED, before, entry, line_at, tile_in
+from .lines import LISTED, tile_of_rank, visited_by
 from .ranges import mask_differs_by_head, names_in_range, numbers_in_range
 from .records import (
     JOB,
@@ -60,10 +60,12 @@ SIZES = (
 
 
 def plan_kernel(arch: str, packed: bool, traced: Program, listed: bool = False) -> Any:
-    """The TileLang function ``plan(seqlens_k, [cu_seqlens_q], plan, status, *tensors, *SIZES, [*LISTED], *ints, *floats)``
+    """The TileLang function ``plan(seqlens_k, [cu_seqlens_q], plan, status, *tensors, *SIZES, *ints, *floats)``
 
-    With `listed` the plan has lines already (lines.py). ``q_len`` is the longest of packed sequences. Of the variant's operands it takes those that the range of a job's
+    ``q_len`` is the longest of packed sequences. Of the variant's operands it takes those that the range of a job's
     keys is computed from.
+
+    With `listed`, LISTED follow the SIZES, and the plan has its lines already (lines.py).
     """
     builder = Builder()
     with builder.prim_func("plan"):
@@ -252,21 +254,13 @@ def _item(arg, w, item):
     )  # fmt: skip
     tiles = T.alloc_var("int32", init=T.max(keys.end - keys.first, 1))
     return SimpleNamespace(
-        b=b, q_tile=q_tile, rows=rows, first=keys.first, tiles=tiles, visited=_visited(arg, item, keys, tiles)
+        b=b, q_tile=q_tile, rows=rows, first=keys.first, tiles=tiles, visited=visited_by(arg, item, keys, tiles)
     )  # fmt: skip
 
 
 def _number(arg: Any, item: Any) -> Any:
     """The number of an item where each of its jobs counts as one."""
     return T.truncdiv(item, arg.kv_heads) if arg.by_job else item
-
-
-def _visited(arg: Any, item: Any, keys: Any, tiles: Any) -> Any:
-    """How many of an item's tiles are visited, at least one."""
-    if not arg.listed:
-        return tiles
-    line = T.alloc_var("int32", init=line_at(arg, item))[0]
-    return T.alloc_var("int32", init=T.max(before(arg, line, keys.end) - before(arg, line, keys.first), 1))[0]
 
 
 @T.macro
@@ -351,7 +345,7 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     tile = T.alloc_var("int32", init=(place - start) << arg.coarse)  # counted from the job's first
     job = T.alloc_var("int32", init=_job(arg, chunk * THREADS + low, kv_head))
     if arg.listed:
-        tile = _tile_of_rank(arg, chunk * THREADS + low, its_first, tiles, w.items[ITS_VISITED, low], tile)
+        tile = tile_of_rank(arg, chunk * THREADS + low, its_first, tiles, w.items[ITS_VISITED, low], tile)
     if arg.rule > 0:
         if tile > 0:
             tile = T.truncdiv(its_first + tile + (arg.rule - 1), arg.rule) * arg.rule - its_first
@@ -388,19 +382,3 @@ def _kv_head(arg: Any, item: Any, cost: Any, runs: Any) -> Any:
 def _job(arg: Any, item: Any, kv_head: Any) -> Any:
     """The number of a job of an item."""
     return item if arg.by_job else item * arg.kv_heads + kv_head
-
-
-@T.macro
-def _tile_of_rank(arg, item, its_first, tiles, visited, rank):
-    """The tile that is visited as the rank-th of a job, counted from the job's first; the first begins with the job.
-
-    Beyond the last it is `tiles`.
-    """
-    tile = T.alloc_var("int32", init=0)
-    if rank >= visited:
-        tile = tiles
-    else:
-        if rank > 0:
-            line = T.alloc_var("int32", init=line_at(arg, item))
-            tile = tile_in(entry(arg, line, before(arg, line, its_first) + rank)) - its_first
-    return tile

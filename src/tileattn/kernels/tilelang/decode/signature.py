@@ -23,9 +23,11 @@ SCALARS = (
 def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamespace:
     """``(q, k, v, o, [lse], [page_table], plan, parts, status, [sink], *tensors, scale, *SCALARS, *ints, *floats)``
 
-    Where kernels go by lines (lines.py), LISTED follow the SCALARS. ``k`` and ``v`` are the caches. ``plan`` is what plan_kernel.py has written (records.py), and ``first_record`` its
+    ``k`` and ``v`` are the caches. ``plan`` is what plan_kernel.py has written (records.py), and ``first_record`` its
     row of the first sequence record. ``parts`` has the slots. ``page_size`` is 0 for contiguous caches. For packed keys
     ``page_table`` has one column: where each sequence's keys begin.
+
+    Where kernels go by lines (lines.py), LISTED follow the SCALARS.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 

@@ -10,9 +10,9 @@ each tile of query rows, or, where the mask depends on the head, for each of its
     at t, 0 <= t <= T    how many of the tiles before t are visited
     from T + 1 on        of each tile that is visited, in ascending order, its number times 2, and 1 if it is whole
 
-and one number more, that nobody reads. What lies behind a sequence's tiles is not read either. Here operations of PyTorch
-make lines; the kernel of most masks makes the same ones (write_lines.py). Nothing is read on the host, and shapes depend
-on sizes alone.
+and one number more, that nobody reads. What lies behind a sequence's tiles is not read either. Here operations of
+PyTorch make lines; the kernel of most masks makes the same ones (write_lines.py). Nothing is read on the host, and
+shapes depend on sizes alone.
 """
 
 from __future__ import annotations
@@ -30,17 +30,29 @@ from ....variant.intervals.values import Ends
 from ....variant.program import Program, program
 from ....variant.reading import evaluate
 from .. import tile_lists
+from ..lists.analysis import Analysis, Widths, analysis
 from . import records
-from .ranges import mask_differs_by_head, names_in_range
+from .ranges import differs_by_head, mask_differs_by_head, names_in_range
 
-# Fewer tiles are read before their lines would be made.
-FEWEST_TILES = 2**14
+# Fewer tiles of jobs are read before their lines would be made: by the kernel, and by some 100 operations.
+FEWEST_TILES, FEWEST_BY_OPERATIONS = 2**12, 2**14
 # Tiles of all lines: the plan would take more than 1 GB, and places in it are int32.
 MOST_TILES = 2**27
 # Of a job's tile, for the kernel that makes lines: all decode kernels have such tiles.
 MOST_QUERIES, MOST_KEYS = 64, 64
 # Lines are made together up to so many tiles, so that bounds in 64 bits take some 100 MB at most.
 MOST_AT_ONCE = 2**21
+
+
+def widths(single: bool) -> Widths:
+    """By how much the last query of a job's tile exceeds the first, at most, and the last key."""
+    return (0 if single else MOST_QUERIES - 1), MOST_KEYS - 1
+
+
+def analysis_of(variant: str, single: bool) -> Analysis | None:
+    """What the kernel computes for a tile of one query or (not single) of several; None where there is no kernel."""
+    found = analysis(variant, widths(single))
+    return None if found is None or found.row_loads or found.column_loads else found
 
 
 def is_listed(call: DecodeCall, sizes: DecodeSizes, block_M: int, block_N: int) -> bool:
@@ -52,7 +64,8 @@ def is_listed(call: DecodeCall, sizes: DecodeSizes, block_M: int, block_N: int) 
         return False
     lines = lines_of(call, sizes, block_M, block_N)
     of_jobs = lines.items * sizes.kv_heads * lines.tiles
-    return lines.items * lines.planes * lines.tiles <= MOST_TILES and (call.fixed > 0 or of_jobs >= FEWEST_TILES)
+    fewest = FEWEST_TILES if analysis_of(call.variant, lines.single) else FEWEST_BY_OPERATIONS
+    return lines.items * lines.planes * lines.tiles <= MOST_TILES and (call.fixed > 0 or of_jobs >= fewest)
 
 
 def lines_of(call: DecodeCall, sizes: DecodeSizes, block_M: int, block_N: int) -> Lines:
@@ -164,10 +177,15 @@ class Lines(NamedTuple):
             self._heads(rows.b.device),
         ).expand(len(rows.b), self.planes, self.tiles)
         seen = (kinds != Kind.HIDDEN) & (k_lo < rows.seqlen)
+        place = {**values, "b": rows.b, "q_lo": rows.q_lo, "q_hi": rows.q_hi, "seqlen_k": rows.seqlen}
         if names_in_range(traced):
-            place = {**values, "b": rows.b, "q_lo": rows.q_lo, "q_hi": rows.q_hi, "seqlen_k": rows.seqlen}
             lo, hi = (evaluate(bound, place) if isinstance(bound, Expr) else bound for bound in traced.kv_range)
             seen = seen & (k_hi >= lo) & (k_lo < hi)
+        if any(isinstance(bound, Expr) for bound in traced.full_range) and not any(
+            map(differs_by_head, traced.full_range)
+        ):
+            lo, hi = (evaluate(bound, place) if isinstance(bound, Expr) else bound for bound in traced.full_range)
+            kinds = kinds.where((k_lo < lo) | (k_hi >= hi), Kind.WHOLE)
         # Keys behind the sequence's last have scores as well, which the mask hides.
         return seen, (kinds == Kind.WHOLE) & (k_lo + block_N <= rows.seqlen)
 

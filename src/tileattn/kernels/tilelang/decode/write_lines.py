@@ -1,7 +1,7 @@
 """How the lines of a call are made (visits.py): by a kernel in one launch, or by PyTorch's operations. No TileLang.
 
-The kernel knows most masks. PyTorch's operations take over where it does not: floats, tensors of which a tile reads many
-elements, and calls beyond the limits of lists/analysis.py. Nothing is read on the host either way.
+The kernel knows most masks. PyTorch's operations take over where it does not: floats, tensors of which a tile reads
+many elements, and calls beyond the limits of lists/analysis.py. Nothing is read on the host either way.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from ....call.decoding import DecodeCall, DecodeInputs
 from ....call.inputs import Operands
 from ..host import as_bytes
 from ..lists import launch as lists
-from ..lists.analysis import Analysis, analysis
+from ..lists.analysis import Analysis
 from ..tile_lists import Cut, Sizes
 from .library import lines_function
-from .visits import MOST_KEYS, MOST_QUERIES, Lines
-
-
-def analysis_of(variant: str, single: bool) -> Analysis | None:
-    """What the kernel computes for a tile of one query or (not single) of several; None where there is no kernel."""
-    found = analysis(variant, (0 if single else MOST_QUERIES - 1, MOST_KEYS - 1))
-    return None if found is None or found.row_loads or found.column_loads else found
+from .visits import MOST_KEYS, MOST_QUERIES, Lines, analysis_of
 
 
 def write(call: DecodeCall, lines: Lines, inputs: DecodeInputs, plan: Tensor, first_line: int) -> None:
