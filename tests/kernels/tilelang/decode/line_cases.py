@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.kernels.tilelang.decode.cases import Case, Tensors
@@ -23,17 +25,17 @@ def nothing(b, h, q, k):  # type: ignore[no-untyped-def]
     return (k > q) & (k < 7)
 
 
-def blocks(lengths: list[int], kv_heads: int, group: int, q_len: int, part: float) -> dict[str, object]:
-    """Blocks of 16 keys that each query of each sequence chose for each kv head: a mask, and that of one sequence."""
-    count = -(-(max(lengths) + 64) // 16)
+def blocks(lengths: list[int], kv_heads: int, group: int, q_len: int, part: float, size: int = 16) -> dict[str, Any]:
+    """Blocks of keys that each query of each sequence chose for each kv head: a mask, and that of one sequence."""
+    count = -(-(max(lengths) + 64) // size)
     generator = torch.Generator().manual_seed(len(lengths))
     chosen = torch.rand(len(lengths), kv_heads, q_len, count, generator=generator) < part
 
     def alone(b: int) -> Mask:
         first, own = lengths[b] - q_len, chosen[b]
-        return Causal() & FunctionMask(lambda _, h, q, k: own[h // group, q - first, k // 16])
+        return Causal() & FunctionMask(lambda _, h, q, k: own[h // group, q - first, k // size])
 
-    return {"mask": Causal() & BlockSparse(chosen, (1, 16)), "alone": alone}
+    return {"mask": Causal() & BlockSparse(chosen, (1, size)), "alone": alone}
 
 
 def poison_hidden(tensors: Tensors, block_N: int) -> int:
@@ -70,7 +72,7 @@ CASES = {
     "every-third-splits": Case(LENGTHS, 3, 4, 1, page=16, mask=FunctionMask(every_third), splits=3),
     "nothing": Case([70, 37], 1, 2, 1, page=16, mask=FunctionMask(nothing), sink=True),
     "window-or-first": Case(LENGTHS, 1, 4, 2, page=1, mask=SINKS, workers=11),
-    "blocks": Case(LENGTHS, 1, 4, 2, page=16, workers=7, **blocks(LENGTHS, 2, 4, 1, 0.3)),  # type: ignore[arg-type]
+    "blocks": Case(LENGTHS, 1, 4, 2, page=16, workers=7, **blocks(LENGTHS, 2, 4, 1, 0.3)),
     "packed": Case(
         [30, 250, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5, mask=FunctionMask(by_head)
     ),

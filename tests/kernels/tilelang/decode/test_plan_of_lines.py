@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,21 +24,18 @@ from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.key import encode
 from tileattn.variant.program import program
 
-MASKS = {
-    1: FunctionMask(lambda b, h, q, k: k // 16 % 3 == b),  # one line for all kv heads
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+MASKS = {  # by the number of lines of an item, which has two jobs
+    1: FunctionMask(lambda b, h, q, k: k // 16 % 3 == b),
     2: FunctionMask(lambda b, h, q, k: k // 16 % 3 == h),
 }
-KERNELS: dict[int, Kernel] = {}
 BLOCK = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    for planes, mask in MASKS.items():
-        folder: Path = tmp_path_factory.mktemp("plan")
-        KERNELS[planes] = Kernel(plan_kernel("sm_80", False, program(encode(mask, ())[0]), True), folder)
+@functools.cache
+def kernel(planes: int) -> Kernel:
+    return Kernel(plan_kernel("sm_80", False, program(encode(MASKS[planes], ())[0]), True))
 
 
 def planned(lengths: list[int], q_len: int, deal: Deal, group: int, kv_heads: int, seen: Tensor) -> Tensor:
@@ -48,7 +45,7 @@ def planned(lengths: list[int], q_len: int, deal: Deal, group: int, kv_heads: in
     plan = torch.full((first + items * planes * each, records.WIDTH), -77, dtype=torch.int32)
     visits._fill(seen, seen & (torch.arange(tiles) % 2 == 0), plan[first:].view(items, planes, -1))
     status = torch.zeros(fields.FIELDS, dtype=torch.int32)
-    KERNELS[1 if planes < kv_heads else 2](
+    kernel(planes)(
         torch.tensor(lengths, dtype=torch.int32), plan, status, q_len, batch * q_len, group, kv_heads, 2**20, BLOCK,
         BLOCK, deal.workers, deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs,
         deal.few, deal.few_tiles, deal.coarse, first, each, tiles,
@@ -58,21 +55,22 @@ def planned(lengths: list[int], q_len: int, deal: Deal, group: int, kv_heads: in
 
 
 @st.composite
-def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
+def problems(draw: st.DrawFn, planes: int):  # type: ignore[no-untyped-def]
     lengths = draw(st.lists(st.sampled_from([0, 1, 16, 17, 100, 511, 2000]), min_size=1, max_size=7))
     q_len, group = draw(st.sampled_from([1, 3, 40])), draw(st.sampled_from([1, 4]))
-    planes, kv_heads = draw(st.sampled_from([(1, 2), (1, 5), (2, 2)]))
+    kv_heads = 2 if planes == 2 else draw(st.sampled_from([2, 5]))
     workers = draw(st.sampled_from([1, 2, 7, 60, 300]))
     rule = draw(st.sampled_from([FREE, FREE, -1, -3, 1, 8]))
     coarse = draw(st.sampled_from([0, 0, 0, 2]))
     share, seed = draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])), draw(st.integers(0, 99))
-    return lengths, q_len, group, planes, kv_heads, workers, rule, coarse, share, seed
+    return lengths, q_len, group, kv_heads, workers, rule, coarse, share, seed
 
 
+@pytest.mark.parametrize("planes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems())
-def test_every_visited_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-def]
-    lengths, q_len, group, planes, kv_heads, workers, rule, coarse, share, seed = problem
+@given(data=st.data())
+def test_every_visited_tile_is_dealt_once(planes: int, data: st.DataObject) -> None:
+    lengths, q_len, group, kv_heads, workers, rule, coarse, share, seed = data.draw(problems(planes))
     batch, q_tiles = len(lengths), -(-q_len * group // BLOCK)
     items, tiles = batch * q_tiles, max(-(-max(lengths) // BLOCK), 1)
     most_parts = records.most_parts(rule, max(lengths), BLOCK) if rule else 2
