@@ -11,6 +11,7 @@ from .areas import (
     calls,
     decode,
     engines,
+    decode_lines,
     few_queries,
     flex,
     gradients,
@@ -47,6 +48,7 @@ def all_mutants() -> list[Mutant]:
         lists,
         triton_decode,
         engines,
+        decode_lines,
         few_queries,
         parallel,
     )

@@ -70,6 +70,9 @@ CASES = {
     "by-head-fixed": Case(LENGTHS, 1, 4, 2, page=16, mask=FunctionMask(by_head), splits=FixedSplit(128), sink=True),
     "every-third": Case(LENGTHS, 1, 4, 2, page=0, mask=FunctionMask(every_third), mods=(SoftCap(2.0),), workers=9),
     "every-third-splits": Case(LENGTHS, 3, 4, 1, page=16, mask=FunctionMask(every_third), splits=3),
+    "third-in-window": Case(
+        LENGTHS, 2, 4, 2, page=16, mask=SlidingWindow(200, 0) & FunctionMask(every_third), workers=13
+    ),
     "nothing": Case([70, 37], 1, 2, 1, page=16, mask=FunctionMask(nothing), sink=True),
     "window-or-first": Case(LENGTHS, 1, 4, 2, page=1, mask=SINKS, workers=11),
     "blocks": Case(LENGTHS, 1, 4, 2, page=16, workers=7, **blocks(LENGTHS, 2, 4, 1, 0.3)),

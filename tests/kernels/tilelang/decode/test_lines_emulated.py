@@ -38,3 +38,17 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again[0], o)
     for status in (cache_status, packed_status):
         assert not status.status_of(o.device).any()
+
+
+def test_bits_with_fixed_split_do_not_depend_on_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that all rows hide changes no bit of a row's sums."""
+    case = CASES["by-head-fixed"]
+    decoding, inputs = prepared(Tensors(case), monkeypatch)
+    assert decoding.call.listed  # of any size
+    o, lse = decoding(inputs, None)
+    monkeypatch.setattr(visits, "MOST_TILES", 0)
+    without, inputs = prepared(Tensors(case), monkeypatch)
+    assert not without.call.listed
+    expected = without(inputs, None)
+    assert torch.equal(o, expected[0])
+    assert torch.equal(lse, expected[1])

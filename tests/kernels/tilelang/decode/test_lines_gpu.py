@@ -17,7 +17,7 @@ import tileattn
 from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import SINKS, blocks, by_head, every_third, nothing, poison_hidden
 from tests.kernels.tilelang.decode.test_gpu import arch
-from tileattn import BlockSparse, Causal, FunctionMask, SoftCap
+from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeInputs, FixedSplit
 from tileattn.kernels.tilelang.decode import launch, visits, write_lines
@@ -48,6 +48,7 @@ CASES = {
     },
     "queries": Case(RAGGED, 5, 8, 1, page=16, dim=64, mods=(SoftCap(2.0),), mask=FunctionMask(third)),
     "or": Case(RAGGED, 1, 4, 2, page=16, dim=128, mask=SINKS, sink=True),
+    "third-in-window": Case(RAGGED, 2, 4, 2, page=16, dim=128, mask=SlidingWindow(2000, 0) & FunctionMask(third)),
     "splits": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=7, mask=FunctionMask(third)),
     "fixed": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=FixedSplit(128), sink=True, mask=FunctionMask(by_head)),
     "packed": Case(RAGGED, [1, 70, 0, 9, 1], 3, 2, page=16, dim=128, rest=5, mask=FunctionMask(by_head)),

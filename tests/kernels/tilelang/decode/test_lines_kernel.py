@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.decode.cases import Case, Tensors
-from tests.kernels.tilelang.decode.line_cases import CASES
+from tests.kernels.tilelang.decode.line_cases import CASES, by_head
 from tileattn import FunctionMask
 from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.decode import visits, write_lines
@@ -21,7 +21,9 @@ from tileattn.kernels.tilelang.lists.library import dtypes_of
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.key import encode
 
-QUICK = "packed"
+# More tiles than a block has threads.
+LONG = Case([30, 4900, 0, 90], [3, 1, 0, 9], 3, 2, page=16, mask=FunctionMask(by_head))
+ALL = CASES | {"long": LONG}
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
@@ -43,11 +45,9 @@ def both(case: Case, folder: Path) -> tuple[Lines, Tensor, Tensor]:
     return lines, by_operations, by_kernel
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "long" else pytest.mark.slow) for name in ALL])
 def test_the_kernel_writes_the_same(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = ALL[name]
     lines, by_operations, by_kernel = both(case, tmp_path)
     for number, (expected, got) in enumerate(zip(by_operations.tolist(), by_kernel.tolist(), strict=True)):
         tiles = _tiles_of(case, number // lines.planes)
