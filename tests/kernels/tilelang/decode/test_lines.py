@@ -16,6 +16,8 @@ from tileattn.kernels.tilelang.decode.visits import Lines, lines_of
 from tileattn.variant.key import encode
 
 BLOCK_M, BLOCK_N = 16, 16
+# Items of four queries, whose last ones see as far as a tile's end.
+PREFILL = Case([64], 64, 4, 1, page=0, mask=FunctionMask(lambda b, h, q, k: k <= q))
 
 
 def made(case: Case, block_M: int = BLOCK_M) -> tuple[Lines, Tensor]:
@@ -53,7 +55,7 @@ def seen_by_rows(case: Case, b: int, kv_heads: range, rows: range) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", [*CASES.values(), PREFILL], ids=[*CASES, "prefill"])
 def test_lines_are_of_what_rows_see(case: Case) -> None:
     lines, table = made(case)
     visited = possible = 0
@@ -79,10 +81,11 @@ def test_lines_are_of_what_rows_see(case: Case) -> None:
 
 
 def test_tiles_that_all_rows_see_are_whole() -> None:
-    case = Case([100, 64], 1, 4, 2, page=0, mask=FunctionMask(lambda b, h, q, k: (k <= q) & (k % 64 < 32)))
+    """But the last one, of fewer keys; none beyond them is visited."""
+    case = Case([90, 64], 1, 4, 2, page=0, mask=FunctionMask(lambda b, h, q, k: k % 64 < 32))
     _, table = made(case)
     tiles = -(-Tensors(case).capacity // BLOCK_N)
-    assert entries(table[0, 0].tolist(), tiles) == [(0, True), (1, True), (4, True), (5, True)]
+    assert entries(table[0, 0].tolist(), tiles) == [(0, True), (1, True), (4, True), (5, False)]
     assert entries(table[1, 0].tolist(), tiles) == [(0, True), (1, True)]
 
 
