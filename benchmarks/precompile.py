@@ -109,7 +109,7 @@ class _Requested:
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
         call = phase.call
-        lines = () if phase.lines is None else lines_jobs(call, phase.lines.single)
+        lines = () if phase.lines is None else lines_jobs(call, phase.lines.queries)
         before = (DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys, *lines)
         jobs = (DecodeJob(call, phase.config), *before)
         self._add(*(() if phase.empty else jobs))

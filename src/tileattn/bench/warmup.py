@@ -22,6 +22,7 @@ from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob, lines_jobs, with_lines
+from tileattn.kernels.tilelang.decode.visits import QUERIES
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.kernels.tilelang.lists.launch import lists_jobs
@@ -133,7 +134,7 @@ def decode_jobs(wanted: Sequence[DecodeCall], appending: Sequence[AppendCall] = 
     every = [each for call in wanted for each in with_lines(call)]
     attention = [DecodeJob(call, config) for call in every for config in decode_defaults(call)]
     plans = [DecodeJob(call, None) for call in every]
-    lines = [job for call in every for job in lines_jobs(call, True, False)]
+    lines = [job for call in every for job in lines_jobs(call, *QUERIES)]
     return _distinct([*attention, *plans, *lines, *map(AppendJob, appending)])
 
 

@@ -102,7 +102,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "decode_lines": (
         "decode.lines_kernel",
         f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines decode.records",
-        lambda: decode_library.lines_key("sm_90a", False, LISTED, True),
+        lambda: decode_library.lines_key("sm_90a", False, LISTED, 1),
     ),
     "packed_keys": (
         "decode.packed_keys",

@@ -39,7 +39,7 @@ def jobs(
             except NotImplementedError:  # its row will say so
                 continue
             if isinstance(phase, Decoding):
-                lines = () if phase.lines is None else lines_jobs(phase.call, phase.lines.single)
+                lines = () if phase.lines is None else lines_jobs(phase.call, phase.lines.queries)
                 jobs: tuple[AnyJob, ...] = (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None), *lines)
                 for job in jobs:
                     found.setdefault(job.key, job)

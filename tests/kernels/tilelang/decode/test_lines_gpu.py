@@ -97,12 +97,12 @@ def test_decode(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", CASES)
 def test_whatever_writes_the_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for one query, that for several, and PyTorch's operations."""
+    """The kernel for its queries, that for as many as a tile has, and PyTorch's operations."""
     tensors = Tensors(CASES[name], "cuda")
     poison_hidden(tensors, TILE)
     decoding, inputs = decoded(tensors)
     tensors.check(*decoding(inputs, None))
-    monkeypatch.setattr(visits.Lines, "single", False)  # the kernel of any number of queries
+    monkeypatch.setattr(visits.Lines, "queries", 64)  # where there is a kernel for so many
     tensors.check(*decoding(inputs, None))
     monkeypatch.setattr(write_lines, "fits", lambda *_: False)
     tensors.check(*decoding(inputs, None))

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.decode.cases import Case, Tensors
-from tests.kernels.tilelang.decode.line_cases import CASES, by_head
+from tests.kernels.tilelang.decode.line_cases import CASES, blocks, by_head
 from tileattn import FunctionMask
 from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.decode import visits, write_lines
@@ -33,7 +33,7 @@ def both(case: Case, folder: Path) -> tuple[Lines, Tensor, Tensor]:
     if case.packed_keys:  # as launch.Decoding locates them
         inputs = inputs._replace(seqlens_k=inputs.seqlens_k.diff())
     lines = lines_of(call, sizes, 16, 16)
-    found = visits.analysis_of(call.variant, lines.single)
+    found = visits.analysis_of(call.variant, lines.queries)
     assert found is not None
     assert write_lines.fits(found, lines, inputs.operands)
     kernel = Kernel(lines_kernel(found, dtypes_of(call.variant), call.packed), folder)
@@ -77,15 +77,24 @@ def test_masks_without_a_kernel() -> None:
         "wide": FunctionMask(lambda b, h, q, k: wide[2 * k] == 0),
         "ids": FunctionMask(lambda b, h, q, k: wide[q] == wide[k]),
     }
-    found = {name: visits.analysis_of(encode(mask, ())[0], True) is not None for name, mask in masks.items()}
+    found = {name: visits.analysis_of(encode(mask, ())[0], 1) is not None for name, mask in masks.items()}
     assert found == {"floats": False, "wide": False, "ids": True}
+
+
+def test_blocks_of_one_query_have_a_kernel() -> None:
+    """Of several, operations find which rows of blocks they are: a kernel knows no bounds of a sequence's first."""
+    for q_len in (1, 3):
+        call, sizes, _ = Tensors(Case([900], q_len, 4, 2, page=0, **blocks([900], 2, 4, q_len, 0.1, 64))).inputs()
+        lines = lines_of(call, sizes, 64, 64)
+        assert lines.queries == (1 if q_len == 1 else 64)
+        assert (visits.analysis_of(call.variant, lines.queries) is not None) == (q_len == 1)
 
 
 def test_calls_beyond_the_limits_of_the_kernel() -> None:
     key, operands = encode(FunctionMask(lambda b, h, q, k: k % 32 < 16), ())
     _, sizes, _ = Tensors(CASES["nothing"]).inputs()
     call = DecodeCall(torch.float16, 16, 16, key, arch="sm_80")
-    found = visits.analysis_of(key, True)
+    found = visits.analysis_of(key, 1)
     assert found is not None
     for capacity, block_N, expected in ((2**20, 64, True), (2**24, 64, False), (2**20, 128, False)):
         lines = lines_of(call, sizes._replace(capacity=capacity), 16, block_N)

@@ -118,6 +118,22 @@ def _check(
         assert max(loads) <= -(-total // deal.workers) + 2 * OVERHEAD + 1
 
 
+@pytest.mark.parametrize("rule", [FREE, 8, -3])
+def test_jobs_that_are_cut(rule: int) -> None:
+    """By seven workers, each in two parts or more."""
+    most_parts = records.most_parts(rule, 2000, BLOCK) if rule else 2
+    deal = Deal(BLOCK, BLOCK, 7, rule, 2, most_parts, 0, BLOCK, 1, 4, 7, 0, 0)
+    own = {(0, 0): (0, 32), (1, 0): (0, 125)}
+    ends = torch.tensor([32, 125])[:, None, None]
+    for seed in range(5):
+        seen = torch.rand(2, 2, 125, generator=torch.Generator().manual_seed(seed)) < 0.3
+        seen &= torch.arange(125) < ends
+        plan = planned([511, 2000], 1, deal, 4, 2, seen)
+        parts = parts_of(plan, deal, 2, 4, 2, own)
+        _check(parts, own, deal, seen, 1, 2)
+        assert len({part.worker for part in parts if part.sequence == 1}) > 2
+
+
 def test_hidden_stretches_cost_nothing() -> None:
     """One head of two sees a tenth of the keys: it gets as many workers fewer."""
     seen = torch.zeros(1, 2, 2000, dtype=torch.bool)

@@ -49,32 +49,32 @@ class DecodeJob:
 
 @dataclass(frozen=True)
 class LinesJob:
-    """The kernel that lists the tiles which calls visit, of one query in each tile of rows or of several."""
+    """The kernel that lists the tiles which calls visit, of at most so many queries in a tile of rows."""
 
     arch: str
     packed: bool
     variant: str
-    single: bool
+    queries: int
 
     @property
     def key(self) -> str:
         """The key of the library in the kernel cache."""
-        return lines_key(self.arch, self.packed, self.variant, self.single)
+        return lines_key(self.arch, self.packed, self.variant, self.queries)
 
     def compile(self) -> None:
         """Compiles the kernel into the cache."""
-        ensure_lines_compiled(self.arch, self.packed, self.variant, self.single)
+        ensure_lines_compiled(self.arch, self.packed, self.variant, self.queries)
 
     def __str__(self) -> str:
-        return f"decode: lines of {self.variant}{' packed' * self.packed}{' single' * self.single} {self.arch}"
+        return f"decode: lines of {self.variant}{' packed' * self.packed} queries={self.queries} {self.arch}"
 
 
-def lines_jobs(call: DecodeCall, *singles: bool) -> tuple[LinesJob, ...]:
-    """The kernels that make the lines of a call, for one query or for several; none where operations do."""
+def lines_jobs(call: DecodeCall, *queries: int) -> tuple[LinesJob, ...]:
+    """The kernels that make the lines of a call, for these numbers of queries; none where operations do."""
     if not call.listed:
         return ()
-    known = [single for single in singles if analysis_of(call.variant, single)]
-    return tuple(LinesJob(call.arch, call.packed, call.variant, single) for single in known)
+    known = [each for each in queries if analysis_of(call.variant, each)]
+    return tuple(LinesJob(call.arch, call.packed, call.variant, each) for each in known)
 
 
 def with_lines(call: DecodeCall) -> tuple[DecodeCall, ...]:

@@ -30,9 +30,9 @@ def plan_function(arch: str, packed: bool, variant: str, listed: bool = False) -
 
 
 @functools.cache
-def lines_function(arch: str, packed: bool, variant: str, single: bool) -> Callable[..., Any]:
-    """The compiled kernel that makes the lines of a variant's mask (lines_kernel.py), for one query or for several."""
-    return load(ensure_lines_compiled(arch, packed, variant, single))["lines"]
+def lines_function(arch: str, packed: bool, variant: str, queries: int) -> Callable[..., Any]:
+    """The compiled kernel that makes the lines of a variant's mask (lines_kernel.py), of so many queries at most."""
+    return load(ensure_lines_compiled(arch, packed, variant, queries))["lines"]
 
 
 @functools.cache
@@ -71,17 +71,17 @@ def ensure_plan_compiled(arch: str, packed: bool, variant: str, listed: bool = F
     return find_or_compile(plan_key(arch, packed, variant, listed), kernel, arch)
 
 
-def ensure_lines_compiled(arch: str, packed: bool, variant: str, single: bool) -> Path:
+def ensure_lines_compiled(arch: str, packed: bool, variant: str, queries: int) -> Path:
     """The shared library of :func:`lines_function`."""
 
     def kernel() -> Any:
         from .lines_kernel import lines_kernel
 
-        found = analysis_of(variant, single)
+        found = analysis_of(variant, queries)
         assert found is not None
         return lines_kernel(found, dtypes_of(variant), packed)
 
-    return find_or_compile(lines_key(arch, packed, variant, single), kernel, arch)
+    return find_or_compile(lines_key(arch, packed, variant, queries), kernel, arch)
 
 
 def ensure_packed_keys_compiled(arch: str) -> Path:
@@ -112,9 +112,9 @@ def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str
     return key_of(f"decode_plan | packed={packed} {arch}{by} | {text_of_range(traced)}", "decode.plan_kernel")
 
 
-def lines_key(arch: str, packed: bool, variant: str, single: bool) -> str:
+def lines_key(arch: str, packed: bool, variant: str, queries: int) -> str:
     """The cache key of the kernel that makes lines; of a variant it depends on the mask alone."""
-    facts = f"packed={packed} widths={widths(single)} {arch}"
+    facts = f"packed={packed} widths={widths(queries)} {arch}"
     return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines_kernel")
 
 

@@ -38,20 +38,20 @@ from .ranges import differs_by_head, mask_differs_by_head, names_in_range
 FEWEST_TILES, FEWEST_BY_OPERATIONS = 2**12, 2**14
 # Tiles of all lines: the plan would take more than 1 GB, and places in it are int32.
 MOST_TILES = 2**27
-# Of a job's tile, for the kernel that makes lines: all decode kernels have such tiles.
-MOST_QUERIES, MOST_KEYS = 64, 64
+# Kernels that make lines are compiled for so many queries, at most, and keys of a job's tile.
+QUERIES, MOST_KEYS = (1, 64), 64
 # Lines are made together up to so many tiles, so that bounds in 64 bits take some 100 MB at most.
 MOST_AT_ONCE = 2**21
 
 
-def widths(single: bool) -> Widths:
+def widths(queries: int) -> Widths:
     """By how much the last query of a job's tile exceeds the first, at most, and the last key."""
-    return (0 if single else MOST_QUERIES - 1), MOST_KEYS - 1
+    return queries - 1, MOST_KEYS - 1
 
 
-def analysis_of(variant: str, single: bool) -> Analysis | None:
-    """What the kernel computes for a tile of one query or (not single) of several; None where there is no kernel."""
-    found = analysis(variant, widths(single))
+def analysis_of(variant: str, queries: int) -> Analysis | None:
+    """What the kernel computes for a tile of at most so many queries, one of QUERIES; None where there is no kernel."""
+    found = analysis(variant, widths(queries))
     return None if found is None or found.row_loads or found.column_loads else found
 
 
@@ -64,7 +64,7 @@ def is_listed(call: DecodeCall, sizes: DecodeSizes, block_M: int, block_N: int) 
         return False
     lines = lines_of(call, sizes, block_M, block_N)
     of_jobs = lines.items * sizes.kv_heads * lines.tiles
-    fewest = FEWEST_TILES if analysis_of(call.variant, lines.single) else FEWEST_BY_OPERATIONS
+    fewest = FEWEST_TILES if analysis_of(call.variant, lines.queries) else FEWEST_BY_OPERATIONS
     return lines.items * lines.planes * lines.tiles <= MOST_TILES and (call.fixed > 0 or of_jobs >= fewest)
 
 
@@ -123,9 +123,9 @@ class Lines(NamedTuple):
         return max(min(self.sizes.max_seqlen_q - 1, -(-(self.block_M - 1) // group)), 0)
 
     @property
-    def single(self) -> bool:
-        """Whether each item has one query."""
-        return self.most_queries == 0
+    def queries(self) -> int:
+        """For how many queries of an item the kernel is that makes lines: one of QUERIES."""
+        return next((each for each in QUERIES if self.most_queries < each), QUERIES[-1])
 
     def write(self, inputs: DecodeInputs, out: Tensor) -> None:
         """Writes all lines to rows of the plan.

@@ -19,16 +19,16 @@ from ..lists import launch as lists
 from ..lists.analysis import Analysis
 from ..tile_lists import Cut, Sizes
 from .library import lines_function
-from .visits import MOST_KEYS, MOST_QUERIES, Lines, analysis_of
+from .visits import MOST_KEYS, Lines, analysis_of
 
 
 def write(call: DecodeCall, lines: Lines, inputs: DecodeInputs, plan: Tensor, first_line: int) -> None:
     """Writes the lines of a call to its plan, from a row on."""
-    found = analysis_of(call.variant, lines.single) if _on_nvidia(plan) else None
+    found = analysis_of(call.variant, lines.queries) if _on_nvidia(plan) else None
     if found is None or not fits(found, lines, inputs.operands):
         lines.write(inputs, plan[first_line:])
         return
-    function = lines_function(call.arch, call.packed, call.variant, lines.single)
+    function = lines_function(call.arch, call.packed, call.variant, lines.queries)
     by_kernel(function, found, lines, inputs, plan, first_line)
 
 
@@ -40,7 +40,7 @@ def fits(of: Analysis, lines: Lines, operands: Operands) -> bool:
     """Whether a call is within what the kernel assumes."""
     sizes, most = lines.sizes, lines.sizes.max_seqlen_q
     of_lists = Sizes(sizes.batch, sizes.heads, most, sizes.capacity), Cut(lines.block_M, lines.block_N)
-    return lines.most_queries < MOST_QUERIES and lines.block_N <= MOST_KEYS and lists.fits(of, operands, *of_lists)
+    return lines.most_queries < lines.queries and lines.block_N <= MOST_KEYS and lists.fits(of, operands, *of_lists)
 
 
 def by_kernel(
