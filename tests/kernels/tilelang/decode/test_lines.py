@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.tilelang.decode.cases import Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import CASES
-from tileattn import Causal, FunctionMask, SlidingWindow
+from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from tileattn.kernels.tilelang.decode import visits
 from tileattn.kernels.tilelang.decode.visits import Lines, lines_of
@@ -87,6 +87,17 @@ def test_tiles_that_all_rows_see_are_whole() -> None:
     tiles = -(-Tensors(case).capacity // BLOCK_N)
     assert entries(table[0, 0].tolist(), tiles) == [(0, True), (1, True), (4, True), (5, False)]
     assert entries(table[1, 0].tolist(), tiles) == [(0, True), (1, True)]
+
+
+def test_blocks_beyond_a_sequence_are_not_visited() -> None:
+    """Their mask has another range for each head, so that jobs have all keys."""
+    blocks = torch.ones(2, 2, 1, 6, dtype=torch.bool)
+    blocks[:, 1, :, 2] = False
+    _, table = made(Case([90, 64], 1, 4, 2, page=0, mask=BlockSparse(blocks, (1, 16))))
+    for b, numbers in enumerate(([0, 1, 2, 3, 4, 5], [0, 1, 2, 3])):
+        for kv_head in range(2):
+            expected = [(tile, tile < 5) for tile in numbers if kv_head == 0 or tile != 2]
+            assert entries(table[b, kv_head].tolist(), 6) == expected
 
 
 def test_parts_are_made_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
