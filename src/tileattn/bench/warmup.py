@@ -22,7 +22,7 @@ from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob, lines_jobs, with_lines
-from tileattn.kernels.tilelang.decode.visits import QUERIES
+from tileattn.kernels.tilelang.decode.lines.visits import QUERIES
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.kernels.tilelang.lists.launch import lists_jobs

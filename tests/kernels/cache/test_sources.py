@@ -100,8 +100,8 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         lambda: decode_library.plan_key("sm_90a", False, ""),
     ),
     "decode_lines": (
-        "decode.lines_kernel",
-        f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines decode.records",
+        "decode.lines.kernel",
+        f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines.entries decode.records",
         lambda: decode_library.lines_key("sm_90a", False, LISTED, 1),
     ),
     "packed_keys": (
@@ -130,6 +130,7 @@ FOLDERS = (
     "build",
     "decode",
     "decode.hopper",
+    "decode.lines",
     "forward",
     "forward.amd",
     "forward.hopper",
@@ -141,7 +142,7 @@ HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
-HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library", "visits", "write_lines")}
+HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library", "lines.launch", "lines.visits")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
 HOST |= {"backward.jobs", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
@@ -345,9 +346,9 @@ EDITS = [
     ("decode/combine.py", {"decode"}),
     ("decode/packed_keys.py", {"packed_keys"}),
     ("decode/launch.py", set()),
-    ("decode/lines.py", {"decode", "decode_plan", "decode_lines"}),
-    ("decode/lines_kernel.py", {"decode_lines"}),
-    ("decode/visits.py", set()),
+    ("decode/lines/entries.py", {"decode", "decode_plan", "decode_lines"}),
+    ("decode/lines/kernel.py", {"decode_lines"}),
+    ("decode/lines/visits.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
@@ -398,7 +399,7 @@ from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
 from tileattn.kernels.tilelang.decode import packed_keys
 from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
-from tileattn.kernels.tilelang.decode.lines_kernel import lines_kernel
+from tileattn.kernels.tilelang.decode.lines.kernel import lines_kernel
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.call.appending import AppendCall
 from tileattn.kernels.tilelang.append.kernel import append_kernel

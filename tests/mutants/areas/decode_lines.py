@@ -11,7 +11,7 @@ PLAN = (f"{DECODE}/test_plan_of_lines.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        f"{DECODE}/visits.py",
+        f"{DECODE}/lines/visits.py",
         LINES,
         {
             "lines: hidden tiles are visited": ("(kinds != Kind.HIDDEN) & (k_lo", "(k_lo"),
@@ -35,7 +35,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{DECODE}/lines_kernel.py",
+        f"{DECODE}/lines/kernel.py",
         KERNEL,
         {
             "line kernel: other warps' tiles do not count": ("if i < thread // WARP:", "if i < 0:"),
@@ -49,7 +49,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{DECODE}/lines.py",
+        f"{DECODE}/lines/entries.py",
         PLAN,
         {
             "plan of lines: hidden tiles cost": (

@@ -11,8 +11,8 @@ from tests.kernels.tilelang.decode.cases import Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import CASES
 from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
-from tileattn.kernels.tilelang.decode import visits
-from tileattn.kernels.tilelang.decode.visits import Lines, lines_of
+from tileattn.kernels.tilelang.decode.lines import visits
+from tileattn.kernels.tilelang.decode.lines.visits import Lines, lines_of
 from tileattn.variant.key import encode
 
 BLOCK_M, BLOCK_N = 16, 16

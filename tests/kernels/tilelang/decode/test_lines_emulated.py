@@ -12,7 +12,7 @@ from tests.kernels.tilelang.decode.line_cases import CASES, poison_hidden
 from tests.kernels.tilelang.decode.test_emulated import TILE, prepared
 from tests.kernels.tilelang.decode.test_emulated import emulated as emulated
 from tileattn.call import cache_status, packed_status
-from tileattn.kernels.tilelang.decode import visits
+from tileattn.kernels.tilelang.decode.lines import visits
 from tileattn.testing import poisoned_memory
 from tileattn.testing.emulator.kernel import COMPILER
 

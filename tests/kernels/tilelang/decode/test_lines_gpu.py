@@ -20,8 +20,10 @@ from tests.kernels.tilelang.decode.test_gpu import arch
 from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeInputs, FixedSplit
-from tileattn.kernels.tilelang.decode import launch, visits, write_lines
+from tileattn.kernels.tilelang.decode import launch
 from tileattn.kernels.tilelang.decode.config import generic_default
+from tileattn.kernels.tilelang.decode.lines import launch as write_lines
+from tileattn.kernels.tilelang.decode.lines import visits
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
 from tileattn.tuner.state import forget_prepared
 

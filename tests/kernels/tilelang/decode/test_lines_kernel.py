@@ -14,9 +14,10 @@ from tests.kernels.tilelang.decode.cases import Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import CASES, blocks, by_head
 from tileattn import FunctionMask
 from tileattn.call.decoding import DecodeCall
-from tileattn.kernels.tilelang.decode import visits, write_lines
-from tileattn.kernels.tilelang.decode.lines_kernel import lines_kernel
-from tileattn.kernels.tilelang.decode.visits import Lines, lines_of
+from tileattn.kernels.tilelang.decode.lines import launch as write_lines
+from tileattn.kernels.tilelang.decode.lines import visits
+from tileattn.kernels.tilelang.decode.lines.kernel import lines_kernel
+from tileattn.kernels.tilelang.decode.lines.visits import Lines, lines_of
 from tileattn.kernels.tilelang.lists.library import dtypes_of
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.key import encode

@@ -19,9 +19,9 @@ from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import backend, config
 from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.generic import generic_kernel
-from tileattn.kernels.tilelang.decode.lines_kernel import lines_kernel
+from tileattn.kernels.tilelang.decode.lines.kernel import lines_kernel
+from tileattn.kernels.tilelang.decode.lines.visits import analysis_of
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
-from tileattn.kernels.tilelang.decode.visits import analysis_of
 from tileattn.kernels.tilelang.lists.library import dtypes_of
 from tileattn.variant.key import encode
 from tileattn.variant.program import program

@@ -16,7 +16,8 @@ pytest.importorskip("tilelang")
 from tests.kernels.tilelang.decode.plans import Part, parts_of
 from tileattn import FunctionMask
 from tileattn.call import cache_fields as fields
-from tileattn.kernels.tilelang.decode import records, visits
+from tileattn.kernels.tilelang.decode import records
+from tileattn.kernels.tilelang.decode.lines import visits
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.kernels.tilelang.decode.records import FREE, Deal
 from tileattn.kernels.tilelang.decode.shares import OVERHEAD

@@ -37,7 +37,7 @@ from ..tile.mask import Visibility
 from ..tile.softmax import ROWS
 from .combine import merge_parts, place_of_query, sink_of, store_part
 from .config import GenericConfig
-from .lines import count_of, entry_of, tile_in
+from .lines.entries import count_of, entry_of, tile_in
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from .ranges import differs_by_head
 from .signature import declare

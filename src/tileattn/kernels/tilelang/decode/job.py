@@ -17,7 +17,7 @@ from .library import (
     packed_keys_key,
     plan_key,
 )
-from .visits import analysis_of
+from .lines.visits import analysis_of
 
 
 @dataclass(frozen=True)

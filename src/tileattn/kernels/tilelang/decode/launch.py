@@ -16,13 +16,14 @@ from ....call.facts import SMALLEST_SCALE
 from ....variant.program import program
 from ..forward.queue import multiprocessors
 from ..host import as_bytes
-from . import records, visits
+from . import records
 from .config import LEAST_KEYS, TILES_OF_FEW, Config, default
 from .hopper.config import HopperDecodeConfig
 from .library import decode_function, packed_keys_function, plan_function
+from .lines import visits
+from .lines.launch import write
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
-from .write_lines import write
 
 
 def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) -> Decoding:
@@ -119,7 +120,7 @@ class Decoding:
 
     @property
     def of_lines(self) -> tuple[int, ...]:
-        """The arguments of kernels that go by lines (lines.LISTED)."""
+        """The arguments of kernels that go by lines (entries.LISTED)."""
         return (self.first_line, self.lines.rows_of_each, self.lines.tiles) if self.lines else ()
 
     @functools.cached_property

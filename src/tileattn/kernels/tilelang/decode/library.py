@@ -13,8 +13,8 @@ from ..build.library import find_or_compile, key_of, load
 from ..lists.analysis import mask_text
 from ..lists.library import dtypes_of
 from .config import Config
+from .lines.visits import analysis_of, widths
 from .ranges import mask_differs_by_head, text_of_range
-from .visits import analysis_of, widths
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def plan_function(arch: str, packed: bool, variant: str, listed: bool = False) -
 
 @functools.cache
 def lines_function(arch: str, packed: bool, variant: str, queries: int) -> Callable[..., Any]:
-    """The compiled kernel that makes the lines of a variant's mask (lines_kernel.py), of so many queries at most."""
+    """The compiled kernel that makes the lines of a variant's mask (lines/kernel.py), of so many queries at most."""
     return load(ensure_lines_compiled(arch, packed, variant, queries))["lines"]
 
 
@@ -75,7 +75,7 @@ def ensure_lines_compiled(arch: str, packed: bool, variant: str, queries: int) -
     """The shared library of :func:`lines_function`."""
 
     def kernel() -> Any:
-        from .lines_kernel import lines_kernel
+        from .lines.kernel import lines_kernel
 
         found = analysis_of(variant, queries)
         assert found is not None
@@ -115,7 +115,7 @@ def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str
 def lines_key(arch: str, packed: bool, variant: str, queries: int) -> str:
     """The cache key of the kernel that makes lines; of a variant it depends on the mask alone."""
     facts = f"packed={packed} widths={widths(queries)} {arch}"
-    return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines_kernel")
+    return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines.kernel")
 
 
 def packed_keys_key(arch: str) -> str:

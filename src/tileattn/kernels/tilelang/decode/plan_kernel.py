@@ -9,9 +9,9 @@ may begin at any tile; with a rule of parts, at the next part.
 Items, at most THREADS at a time, are one per thread. Each warp sums their costs by shuffles; each worker then finds the
 warp and the item that it begins in. If there are more, a first pass computes the total.
 
-Where a mask may hide tiles between others (visits.py), the cost of a job is the number of tiles that its line lists. If
-heads have lines of their own, an item's jobs cost differently, and each is dealt by itself: what is called an item
-below is then a job.
+Where a mask may hide tiles between others (lines/visits.py), the cost of a job is the number of tiles that its line
+lists. If heads have lines of their own, an item's jobs cost differently, and each is dealt by itself: what is called an
+item below is then a job.
 
 The attention kernel may start at once, and waits for this one's end.
 
@@ -33,7 +33,7 @@ from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
-from .lines import LISTED, tile_of_rank, visited_by
+from .lines.entries import LISTED, tile_of_rank, visited_by
 from .ranges import mask_differs_by_head, names_in_range, numbers_in_range
 from .records import (
     JOB,
@@ -65,7 +65,7 @@ def plan_kernel(arch: str, packed: bool, traced: Program, listed: bool = False) 
     ``q_len`` is the longest of packed sequences. Of the variant's operands it takes those that the range of a job's
     keys is computed from.
 
-    With `listed`, LISTED follow the SIZES, and the plan has its lines already (lines.py).
+    With `listed`, LISTED follow the SIZES, and the plan has its lines already (lines/entries.py).
     """
     builder = Builder()
     with builder.prim_func("plan"):

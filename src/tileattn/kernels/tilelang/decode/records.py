@@ -25,7 +25,7 @@ Then come the sequence records, RECORDS a row, checked and clamped: with these t
 
 Packed queries have one more, number `batch`: of the unused rows behind the last sequence. They have no keys.
 
-Where the mask may hide tiles between others, the lines of tiles that are visited follow (visits.py).
+Where the mask may hide tiles between others, the lines of tiles that are visited follow (lines/visits.py).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
 
 
 def line_rows(tiles: int) -> int:
-    """Rows of the plan that a line of so many tiles takes (visits.py)."""
+    """Rows of the plan that a line of so many tiles takes (lines/visits.py)."""
     return -(-(2 * tiles + 2) // WIDTH)
 
 

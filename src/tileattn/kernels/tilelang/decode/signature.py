@@ -12,7 +12,7 @@ from ....call import cache_fields
 from ....call.decoding import DecodeCall
 from ....variant.program import Program
 from ..tile.parameters import operand
-from .lines import LISTED
+from .lines.entries import LISTED
 from .records import STATE_COLUMNS, WIDTH
 
 SCALARS = (
@@ -27,7 +27,7 @@ def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamesp
     row of the first sequence record. ``parts`` has the slots. ``page_size`` is 0 for contiguous caches. For packed keys
     ``page_table`` has one column: where each sequence's keys begin.
 
-    Where kernels go by lines (lines.py), LISTED follow the SCALARS.
+    Where kernels go by lines (lines/entries.py), LISTED follow the SCALARS.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 

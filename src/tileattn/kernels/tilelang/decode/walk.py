@@ -24,7 +24,7 @@ import tilelang.language as T
 from tvm import tirx
 
 from .jobs import keys_of_queries
-from .lines import line_at, ranks_of
+from .lines.entries import line_at, ranks_of
 from .ranges import mask_differs_by_head
 from .records import (
     FIRST,
@@ -153,7 +153,7 @@ def quads_of(tensor: Any) -> Any:
 
 @T.macro
 def enter_part(f, arg, job, index):
-    """A part of a job: its tiles [lo, hi), and (lines.ranks_of) which of them are visited where lines say so."""
+    """A part of a job: its tiles [lo, hi), and (entries.ranks_of) which of them are visited where lines say so."""
     lo = T.alloc_var("int32", init=job.lo)
     hi = T.alloc_var("int32", init=job.hi)
     if arg.rule != 0:

@@ -7,7 +7,7 @@ from ...tile.expressions import Emitter
 from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
 from ..combine import merge_parts, place_of_query, sink_of, store_part
-from ..lines import count_of, entry_of, tile_in
+from ..lines.entries import count_of, entry_of, tile_in
 from ..packed_rows import apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from ..walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 from .stages import PARITY, STAGE, next_stage, stage_of

@@ -8,7 +8,7 @@ Rows without keys of the mask's range are filled with zeros.
 import tilelang.language as T
 
 from ...tile.hopper import WARP
-from ..lines import count_of, tile_of
+from ..lines.entries import count_of, tile_of
 from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next
 from .stages import PARITY, STAGE, next_stage, stage_of
 

@@ -7,7 +7,7 @@ gather.py copies row by row. The last box of packed keys may have rows of the ne
 import tilelang.language as T
 
 from ...tile.hopper import WARP
-from ..lines import count_of, entry_of, tile_in
+from ..lines.entries import count_of, entry_of, tile_in
 from ..walk import begin_worker, enter_job, enter_part, next_job
 from .gather import gather_tiles
 from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next

@@ -11,7 +11,7 @@ each tile of query rows, or, where the mask depends on the head, for each of its
     from T + 1 on        of each tile that is visited, in ascending order, its number times 2, and 1 if it is whole
 
 and one number more, that nobody reads. What lies behind a sequence's tiles is not read either. Here operations of
-PyTorch make lines; the kernel of most masks makes the same ones (write_lines.py). Nothing is read on the host, and
+PyTorch make lines; the kernel of most masks makes the same ones (launch.py). Nothing is read on the host, and
 shapes depend on sizes alone.
 """
 
@@ -22,17 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.decoding import DecodeCall, DecodeInputs, DecodeSizes
-from ....variant.evaluated import values_of
-from ....variant.expression import Expr
-from ....variant.intervals.tiles import Kind, tile_kinds
-from ....variant.intervals.values import Ends
-from ....variant.program import Program, program
-from ....variant.reading import evaluate
-from .. import tile_lists
-from ..lists.analysis import Analysis, Widths, analysis
-from . import records
-from .ranges import differs_by_head, mask_differs_by_head, names_in_range
+from .....call.decoding import DecodeCall, DecodeInputs, DecodeSizes
+from .....variant.evaluated import values_of
+from .....variant.expression import Expr
+from .....variant.intervals.tiles import Kind, tile_kinds
+from .....variant.intervals.values import Ends
+from .....variant.program import Program, program
+from .....variant.reading import evaluate
+from ... import tile_lists
+from ...lists.analysis import Analysis, Widths, analysis
+from .. import records
+from ..ranges import differs_by_head, mask_differs_by_head, names_in_range
 
 # Fewer tiles of jobs are read before their lines would be made: by the kernel, and by some 100 operations.
 FEWEST_TILES, FEWEST_BY_OPERATIONS = 2**12, 2**14

@@ -16,10 +16,10 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
-from ..lists.analysis import Analysis
-from ..lists.emit import WARP, Emitter
-from .lines import LISTED, line_at
+from ...build.compile import OWN_BARRIERS, OWN_BOUNDS
+from ...lists.analysis import Analysis
+from ...lists.emit import WARP, Emitter
+from .entries import LISTED, line_at
 
 WARPS = 8
 THREADS = WARPS * WARP

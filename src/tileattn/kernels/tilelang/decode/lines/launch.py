@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.decoding import DecodeCall, DecodeInputs
-from ....call.inputs import Operands
-from ..host import as_bytes
-from ..lists import launch as lists
-from ..lists.analysis import Analysis
-from ..tile_lists import Cut, Sizes
-from .library import lines_function
+from .....call.decoding import DecodeCall, DecodeInputs
+from .....call.inputs import Operands
+from ...host import as_bytes
+from ...lists import launch as lists
+from ...lists.analysis import Analysis
+from ...tile_lists import Cut, Sizes
+from ..library import lines_function
 from .visits import MOST_KEYS, Lines, analysis_of
 
 

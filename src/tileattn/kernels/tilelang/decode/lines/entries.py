@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 from tvm import tirx
 
-from .records import WIDTH
+from ..records import WIDTH
 
 LISTED = ("first_line", "line_rows", "line_tiles")  # row of the first line in the plan; rows of a line; its tiles
 
