@@ -26,6 +26,7 @@ from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.decode import library as decode_library
 from tileattn.kernels.tilelang.decode.config import default as decode_default
+from tileattn.kernels.tilelang.decode.lines import library as lines_library
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.kernels.tilelang.lists import library as lists_library
@@ -102,7 +103,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "decode_lines": (
         "decode.lines.kernel",
         f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines.entries decode.records",
-        lambda: decode_library.lines_key("sm_90a", False, LISTED, 1),
+        lambda: lines_library.lines_key("sm_90a", False, LISTED, 1),
     ),
     "packed_keys": (
         "decode.packed_keys",
@@ -142,7 +143,10 @@ HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
-HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library", "lines.launch", "lines.visits")}
+HOST |= {
+    f"decode.{name}"
+    for name in ("backend", "job", "launch", "library", "lines.launch", "lines.library", "lines.visits")
+}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
 HOST |= {"backward.jobs", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}

@@ -10,13 +10,12 @@ from .config import Config
 from .library import (
     decode_key,
     ensure_decode_compiled,
-    ensure_lines_compiled,
     ensure_packed_keys_compiled,
     ensure_plan_compiled,
-    lines_key,
     packed_keys_key,
     plan_key,
 )
+from .lines.library import ensure_lines_compiled, lines_key
 from .lines.visits import analysis_of
 
 

@@ -10,10 +10,7 @@ from typing import Any
 from ....call.decoding import DecodeCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
-from ..lists.analysis import mask_text
-from ..lists.library import dtypes_of
 from .config import Config
-from .lines.visits import analysis_of, widths
 from .ranges import mask_differs_by_head, text_of_range
 
 
@@ -27,12 +24,6 @@ def decode_function(call: DecodeCall, config: Config) -> Callable[..., Any]:
 def plan_function(arch: str, packed: bool, variant: str, listed: bool = False) -> Callable[..., Any]:
     """The compiled planning kernel (plan_kernel.py) of calls with a mask; listed: of those that go by lines."""
     return load(ensure_plan_compiled(arch, packed, variant, listed))["plan"]
-
-
-@functools.cache
-def lines_function(arch: str, packed: bool, variant: str, queries: int) -> Callable[..., Any]:
-    """The compiled kernel that makes the lines of a variant's mask (lines/kernel.py), of so many queries at most."""
-    return load(ensure_lines_compiled(arch, packed, variant, queries))["lines"]
 
 
 @functools.cache
@@ -71,19 +62,6 @@ def ensure_plan_compiled(arch: str, packed: bool, variant: str, listed: bool = F
     return find_or_compile(plan_key(arch, packed, variant, listed), kernel, arch)
 
 
-def ensure_lines_compiled(arch: str, packed: bool, variant: str, queries: int) -> Path:
-    """The shared library of :func:`lines_function`."""
-
-    def kernel() -> Any:
-        from .lines.kernel import lines_kernel
-
-        found = analysis_of(variant, queries)
-        assert found is not None
-        return lines_kernel(found, dtypes_of(variant), packed)
-
-    return find_or_compile(lines_key(arch, packed, variant, queries), kernel, arch)
-
-
 def ensure_packed_keys_compiled(arch: str) -> Path:
     """The shared library of :func:`packed_keys_function`."""
 
@@ -110,12 +88,6 @@ def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str
     traced = program(variant)
     by = f"{' listed' * listed}{' by head' * (listed and mask_differs_by_head(traced))}"
     return key_of(f"decode_plan | packed={packed} {arch}{by} | {text_of_range(traced)}", "decode.plan_kernel")
-
-
-def lines_key(arch: str, packed: bool, variant: str, queries: int) -> str:
-    """The cache key of the kernel that makes lines; of a variant it depends on the mask alone."""
-    facts = f"packed={packed} widths={widths(queries)} {arch}"
-    return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines.kernel")
 
 
 def packed_keys_key(arch: str) -> str:

@@ -18,7 +18,7 @@ from ...host import as_bytes
 from ...lists import launch as lists
 from ...lists.analysis import Analysis
 from ...tile_lists import Cut, Sizes
-from ..library import lines_function
+from .library import lines_function
 from .visits import MOST_KEYS, Lines, analysis_of
 
 
