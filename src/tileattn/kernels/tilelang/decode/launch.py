@@ -116,7 +116,9 @@ class Decoding:
     @functools.cached_property
     def lines(self) -> visits.Lines | None:
         """The lines of tiles that are visited, where the call goes by them."""
-        return visits.lines_of(self.call, self.sizes, *self.deal[:2]) if self.call.listed else None
+        if not self.call.listed:
+            return None
+        return visits.lines_of(self.call, self.sizes, self.config.block_M, self.config.block_N)
 
     @property
     def of_lines(self) -> tuple[int, ...]:
