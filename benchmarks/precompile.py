@@ -59,7 +59,7 @@ from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, SharesJob, kernel_jobs
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob, PackedKeysJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob, PackedKeysJob, lines_jobs
 from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
@@ -109,7 +109,9 @@ class _Requested:
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
         call = phase.call
-        jobs = (DecodeJob(call, phase.config), DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys)
+        lines = () if phase.lines is None else lines_jobs(call, phase.lines.queries)
+        before = (DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys, *lines)
+        jobs = (DecodeJob(call, phase.config), *before)
         self._add(*(() if phase.empty else jobs))
 
     def ask_append(self, call: AppendCall) -> Any:
@@ -192,7 +194,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob | ListsJob | PackedKeysJob | SharesJob):
+    if isinstance(job, AppendJob | LinesJob | ListsJob | PackedKeysJob | SharesJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small

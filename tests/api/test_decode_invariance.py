@@ -74,8 +74,13 @@ SCENES = {
             "score_mod": lambda score, b, h, q, k: score - 0.01 * (q - k),
         },
     ),
+    # Tiles between others are hidden, by other queries and heads other ones.
+    "gaps": Scene(
+        8, 2, 64, 64, BF16, 641, 128,
+        lambda device: {"mask": lambda b, h, q, k: (k < 70) | ((q - k) % 200 < 30 + 5 * h)},
+    ),
 }  # fmt: skip
-GENERIC = ("plain", "window")  # those that run on the generic schedule as well
+GENERIC = ("plain", "window", "gaps")  # those that run on the generic schedule as well
 QUERIES = 16
 
 

@@ -10,6 +10,7 @@ from .areas import (
     caches,
     calls,
     decode,
+    decode_lines,
     engines,
     few_queries,
     flex,
@@ -47,6 +48,7 @@ def all_mutants() -> list[Mutant]:
         lists,
         triton_decode,
         engines,
+        decode_lines,
         few_queries,
         parallel,
     )

@@ -65,6 +65,7 @@ class DecodeCall:
         fixed: the keys of a :class:`FixedSplit`, or 0. With it, no other size may decide the order of a sum.
         packed_keys: whether keys and values are packed as well, with cu_seqlens_k, as in calls of
             :func:`tileattn.varlen_attention` with few queries; only with `packed`, and not with pages.
+        listed: whether kernels visit only the tiles of keys that lists name. A backend sets it, by the sizes.
     """
 
     dtype: torch.dtype
@@ -79,6 +80,7 @@ class DecodeCall:
     page_rows: int = 0
     fixed: int = 0
     packed_keys: bool = False
+    listed: bool = False
 
     @property
     def paged(self) -> bool:
@@ -89,7 +91,7 @@ class DecodeCall:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         pages = f"pages of {self.page_rows}s" if self.paged else "contiguous"
         flags = ["sink"] * self.sink + ["lse"] * self.return_lse + ["packed"] * self.packed
-        flags += ["packed_keys"] * self.packed_keys
+        flags += ["packed_keys"] * self.packed_keys + ["listed"] * self.listed
         flags += [f"fixed={self.fixed}"] * (self.fixed > 0) + ["unaligned"] * (not self.aligned)
         dtype = str(self.dtype).removeprefix("torch.")
         return " ".join(["decode", dtype, f"d{dims}", pages, self.variant or "full", *flags, self.arch])

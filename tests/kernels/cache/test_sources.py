@@ -26,6 +26,7 @@ from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.decode import library as decode_library
 from tileattn.kernels.tilelang.decode.config import default as decode_default
+from tileattn.kernels.tilelang.decode.lines import library as lines_library
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.kernels.tilelang.lists import library as lists_library
@@ -99,6 +100,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         "decode.shares",
         lambda: decode_library.plan_key("sm_90a", False, ""),
     ),
+    "decode_lines": (
+        "decode.lines.kernel",
+        f"{COMPILER} lists.analysis lists.emit lists.registers decode.lines.entries decode.records",
+        lambda: lines_library.lines_key("sm_90a", False, LISTED, 1),
+    ),
     "packed_keys": (
         "decode.packed_keys",
         f"{COMPILER} packed.dependent_launch decode.records",
@@ -125,6 +131,7 @@ FOLDERS = (
     "build",
     "decode",
     "decode.hopper",
+    "decode.lines",
     "forward",
     "forward.amd",
     "forward.hopper",
@@ -136,7 +143,10 @@ HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
 HOST |= {"forward.windows"}
-HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
+HOST |= {
+    f"decode.{name}"
+    for name in ("backend", "job", "launch", "library", "lines.launch", "lines.library", "lines.visits")
+}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "two_streams", "workspaces")}
 HOST |= {"backward.jobs", "backward.listed", "backward.tensor_gradients"}
 HOST |= {f"backward.shares.{name}" for name in ("choice", "last_wave", "order", "side_by_side", "waves")}
@@ -323,14 +333,15 @@ EDITS = [
             "transpose_fp8",
             "decode",
             "decode_plan",
+            "decode_lines",
             "packed_keys",
             "shares",
             "tile_lists",
         },
     ),
-    ("lists/emit.py", {"tile_lists"}),
+    ("lists/emit.py", {"tile_lists", "decode_lines"}),
     ("lists/launch.py", set()),
-    ("../../variant/intervals/integers.py", {"tile_lists"}),
+    ("../../variant/intervals/integers.py", {"tile_lists", "decode_lines"}),
     ("backward/shares/add.py", {"shares"}),
     ("backward/places.py", {"backward"}),
     ("backward/shares/waves.py", set()),
@@ -339,10 +350,16 @@ EDITS = [
     ("decode/combine.py", {"decode"}),
     ("decode/packed_keys.py", {"packed_keys"}),
     ("decode/launch.py", set()),
+    ("decode/lines/entries.py", {"decode", "decode_plan", "decode_lines"}),
+    ("decode/lines/kernel.py", {"decode_lines"}),
+    ("decode/lines/visits.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "tile_lists"}),
+    (
+        "../../variant/expression.py",
+        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists"},
+    ),
 ]
 
 
@@ -386,6 +403,7 @@ from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
 from tileattn.kernels.tilelang.decode import packed_keys
 from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
+from tileattn.kernels.tilelang.decode.lines.kernel import lines_kernel
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.call.appending import AppendCall
 from tileattn.kernels.tilelang.append.kernel import append_kernel
@@ -465,6 +483,7 @@ for mask in (Dilated(511, dilation=4), FunctionMask(lambda b, h, q, k: IDS[q] ==
     text = encode(mask, ())[0]
     dtypes = dtypes_of(text)  # traces the mask
     made("tile_lists", lambda: lists_kernel(analysis(text), dtypes))
+    made("decode_lines", lambda: lines_kernel(analysis(text, (0, 63)), dtypes, True))
 """
 
 

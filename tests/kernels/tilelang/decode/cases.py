@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from tileattn import Causal, Mask
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant.key import encode
+from tileattn.variant.sparse.blocks import for_call
 
 SCALE = 0.3
 
@@ -39,6 +41,7 @@ class Case:
     rest: int = 0
     dim: int = 16
     packed_keys: bool = False
+    alone: Callable[[int], Mask] | None = None  # the mask of one sequence in a call of its own, if it is another one
 
     @property
     def each(self) -> list[int]:
@@ -105,6 +108,16 @@ class Tensors:
                 own = self.keys[b][i * page : (i + 1) * page], self.values[b][i * page : (i + 1) * page]
                 self.k[number, : len(own[0])], self.v[number, : len(own[1])] = own
 
+    def erase(self, b: int, key: int, kv_head: int) -> None:
+        """Writes NaN to a key of sequence b and to its value, in the caches alone."""
+        row, token = (
+            (b, key) if self.table is None else (int(self.table[b, key // self.case.page]), key % self.case.page)
+        )
+        if self.case.packed_keys:
+            row, token = 0, int(self.lengths[b]) + key
+        for cache in (self.k, self.v):
+            cache[row, token, kv_head] = math.nan
+
     def queries(self, b: int) -> Tensor:
         """Of one sequence, as a batch of one."""
         return self.q[b : b + 1] if self.bounds is None else self.q[:, self.ends[b] : self.ends[b + 1]]
@@ -112,7 +125,8 @@ class Tensors:
     def inputs(self) -> tuple[DecodeCall, DecodeSizes, DecodeInputs]:
         """The call on sm_80, or on the device's architecture."""
         case = self.case
-        variant, operands = encode(case.mask, case.mods)  # type: ignore[arg-type]
+        mask = self._in_call(case)
+        variant, operands = encode(mask, case.mods)  # type: ignore[arg-type]
         operands.tensors = [tensor.to(self.device) for tensor in operands.tensors]
         fixed = case.splits.keys if isinstance(case.splits, FixedSplit) else 0
         call = DecodeCall(
@@ -127,6 +141,11 @@ class Tensors:
         on_device = (None if tensor is None else tensor.to(self.device) for tensor in tensors)
         return call, sizes, DecodeInputs(*on_device, operands)  # type: ignore[arg-type]
 
+    def _in_call(self, case: Case) -> Mask | None:
+        """The mask, whose blocks count rows and not positions."""
+        sizes = len(case.lengths), case.heads, case.kv_heads, max(case.each), self.capacity
+        return for_call(case.mask, lambda: sizes, lambda: self.lengths - torch.tensor(case.each))
+
     def check(self, o: Tensor, lse: Tensor | None) -> None:
         """Compares the results with the definition, sequence by sequence."""
         assert lse is not None
@@ -135,7 +154,8 @@ class Tensors:
         for b, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             if case.each[b] == 0:
                 continue
-            arguments = (self.queries(b), key[None], value[None], case.mask, case.mods, self.sink, SCALE)
+            mask = case.mask if case.alone is None else case.alone(b)
+            arguments = (self.queries(b), key[None], value[None], mask, case.mods, self.sink, SCALE)
             rows = slice(self.ends[b], self.ends[b + 1])
             got = (o[b : b + 1], lse[b : b + 1]) if self.bounds is None else (o[:, rows], lse[..., rows])
             assert_forward_accurate(f"sequence {b}", got, oracle_attention(*arguments), eager_attention(*arguments))

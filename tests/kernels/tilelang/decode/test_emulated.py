@@ -66,7 +66,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Lowered once for all launches of a test, as a library is built once.
     made: dict[str, Callable[..., Kernel]] = {
         "decode_function": lambda call, config: Kernel(decode_kernel(call, config), folder()),
-        "plan_function": lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder()),
+        "plan_function": lambda arch, packed, key, listed: Kernel(
+            plan_kernel(arch, packed, program(key), listed), folder()
+        ),
         "packed_keys_function": lambda arch: Kernel(packed_keys_kernel(arch), folder()),
     }
     for name, make in made.items():

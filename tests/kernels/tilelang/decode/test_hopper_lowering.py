@@ -55,6 +55,10 @@ SLOW_CALLS = {
     "causal-248-pages-1": make_decode_call(Causal(), dims=(248, 248), page_rows=1),
     "causal-64/256": make_decode_call(Causal(), dims=(64, 256)),
     "function-96": make_decode_call(FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 0), dims=(96, 96)),
+    # Kernels that go by lines.
+    "lines": make_decode_call(FunctionMask(lambda b, h, q, k: k // 64 % 3 == h), listed=True),
+    "lines-pages-16": make_decode_call(FunctionMask(lambda b, h, q, k: k // 64 % 3 == h), page_rows=16, listed=True),
+    "lines-pages-1": make_decode_call(FunctionMask(lambda b, h, q, k: k // 64 % 3 == b), page_rows=1, listed=True),
     "bias": make_decode_call(Causal(), Bias(BIAS), page_rows=16),
     "composed-packed": make_decode_call(Causal(), ALiBi(SLOPES), Bias(TILES), SoftCap(9.0), packed=True, page_rows=1),
 }

@@ -12,14 +12,17 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools.lowering import BIAS, IDS, MAX_SPILLED, SLOPES, assemble, find_nvcc, numbers, user_score
-from tileattn import ALiBi, Bias, Causal, PrefixLM, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, FunctionMask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import backend, config
 from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.generic import generic_kernel
+from tileattn.kernels.tilelang.decode.lines.kernel import lines_kernel
+from tileattn.kernels.tilelang.decode.lines.visits import analysis_of
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
+from tileattn.kernels.tilelang.lists.library import dtypes_of
 from tileattn.variant.key import encode
 from tileattn.variant.program import program
 
@@ -41,6 +44,7 @@ CALLS = {
     "documents": make_call(IDS & Causal(), dim=96, return_lse=False),
     "unaligned": make_call(Causal(), dim=72, aligned=False),
     "256": make_call(Causal(), dim=256),
+    "lines": make_call(FunctionMask(lambda b, h, q, k: k // 64 % 3 == h), dim=64, listed=True),
 }
 QUICK: set[tuple[str, str]] = set()  # each takes 15 s; the emulated tests lower one
 
@@ -89,6 +93,25 @@ def test_assembles_almost_without_spills(arch: str, name: str, q_rows: int, tmp_
     call = on(arch, CALLS[name])
     output = assemble(nvcc, device_source(generic_kernel(call, tile_of(call, q_rows)), arch), arch, tmp_path)
     assert max(numbers(r"(\d+) bytes spill stores", output)) <= MAX_SPILLED, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["b", "h"])
+def test_plan_of_lines_and_their_kernel_assemble(by: str, tmp_path: Path) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    ids = torch.arange(9).int()
+    mask = FunctionMask(lambda b, h, q, k: (ids[q] == ids[k]) & (k % 7 < (b if by == "b" else h)))
+    variant, _ = encode(mask, ())
+    found = analysis_of(variant, 64)
+    assert found is not None
+    for kernel in (
+        plan_kernel("sm_90a", True, program(variant), True),
+        lines_kernel(found, dtypes_of(variant), True),
+    ):
+        output = assemble(nvcc, device_source(kernel, "sm_90a"), "sm_90a", tmp_path)
+        assert sum(numbers(r"(\d+) bytes spill", output)) == 0, output
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from ..tile.mask import Visibility
 from ..tile.softmax import ROWS
 from .combine import merge_parts, place_of_query, sink_of, store_part
 from .config import GenericConfig
+from .lines.entries import count_of, entry_of, tile_in
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from .ranges import differs_by_head
 from .signature import declare
@@ -100,7 +101,7 @@ def _kernel(plan, arg):
             job = enter_job(plan, arg, worker)
             head = _enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                tiles = enter_part(arg, job, index)
+                tiles = enter_part(plan, arg, job, index)
                 _check_pages(plan, arg, job, tiles, w.thread)
                 _add_keys(plan, arg, w, head, job, tiles)
                 part = locate_part(arg, worker, job, index)
@@ -225,8 +226,8 @@ def _add_keys(plan, arg, w, head, job, part):
     block_M, block_N = plan.block_M, plan.block_N
     softmax.reset(w.m, w.l, w.acc_o)
     # At least one tile, all masked where there is none, so that base is set.
-    for step in T.Pipelined(T.max(part.hi - part.lo, 1), num_stages=plan.config.num_stages):
-        k_lo = (part.lo + step) * block_N
+    for step in T.Pipelined(T.max(count_of(plan, part), 1), num_stages=plan.config.num_stages):
+        k_lo = _first_key(plan, arg, job, part, step)
         _load(plan, arg, job, k_lo, arg.k, w.k)
         # S = Q K^T: [block_M, block_N]
         T.gemm(w.q, w.k, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
@@ -235,7 +236,7 @@ def _add_keys(plan, arg, w, head, job, part):
                 w.acc_s, plan.score, head.uniforms, head.of_rows, head.emit, arg.scale, job.sequence, w.row_head,
                 w.row_pos, k_lo,
             )  # fmt: skip
-        if (k_lo < head.full_lo) | (k_lo + block_N > head.full_hi):
+        if _is_masked(plan, arg, head, job, part, step, k_lo):
             apply_row_mask(w.acc_s, head.visible, job.sequence, w.row_head, w.row_pos, k_lo)
         softmax.update(w.acc_s, w.m, w.l, w.alpha, w.base, w.row_sum, head.c, block_M, block_N)
         # P: [block_M, block_N]
@@ -244,6 +245,19 @@ def _add_keys(plan, arg, w, head, job, part):
         _load(plan, arg, job, k_lo, arg.v, w.v)
         # O += P V: [block_M, head_dim_v]
         T.gemm(w.weights, w.v, w.acc_o, policy=ROWS)
+
+
+def _first_key(plan, arg, job, part, step):
+    """Of a tile that a part visits."""
+    if plan.call.listed:
+        return tile_in(entry_of(plan, arg, job, part, step)) * plan.block_N
+    return (part.lo + step) * plan.block_N
+
+
+def _is_masked(plan, arg, head, job, part, step, k_lo):
+    """Whether a tile takes the mask."""
+    masked = (k_lo < head.full_lo) | (k_lo + plan.block_N > head.full_hi)
+    return masked & (entry_of(plan, arg, job, part, step) % 2 == 0) if plan.call.listed else masked
 
 
 @T.macro

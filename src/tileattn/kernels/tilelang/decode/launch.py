@@ -20,6 +20,8 @@ from . import records
 from .config import LEAST_KEYS, TILES_OF_FEW, Config, default
 from .hopper.config import HopperDecodeConfig
 from .library import decode_function, packed_keys_function, plan_function
+from .lines import visits
+from .lines.launch import write
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
 
@@ -81,6 +83,8 @@ class Decoding:
         self.call, self.sizes, self.scale, self.splits = call, sizes, scale, splits
         self.config = default(call, sizes.heads // max(sizes.kv_heads, 1) * sizes.max_seqlen_q)
         self.empty = 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.max_seqlen_q)
+        if not self.empty and visits.is_listed(call, sizes, self.config.block_M, self.config.block_N):
+            self.call = dataclasses.replace(call, listed=True)
         traced = program(call.variant)
         names = names_in_range(traced)
         self.tensors_of_range = [i for i, tensor in enumerate(traced.tensors) if tensor.name in names]
@@ -102,7 +106,24 @@ class Decoding:
 
     @functools.cached_property
     def plan_rows(self) -> int:
+        return self.first_line + (self.lines.rows if self.lines else 0)
+
+    @functools.cached_property
+    def first_line(self) -> int:
+        """The row of the plan behind the sequence records."""
         return records.plan_rows(self.deal, self.sizes.kv_heads, self.sizes.batch)
+
+    @functools.cached_property
+    def lines(self) -> visits.Lines | None:
+        """The lines of tiles that are visited, where the call goes by them."""
+        if not self.call.listed:
+            return None
+        return visits.lines_of(self.call, self.sizes, self.config.block_M, self.config.block_N)
+
+    @property
+    def of_lines(self) -> tuple[int, ...]:
+        """The arguments of kernels that go by lines (entries.LISTED)."""
+        return (self.first_line, self.lines.rows_of_each, self.lines.tiles) if self.lines else ()
 
     @functools.cached_property
     def slots(self) -> tuple[int, int, int]:
@@ -123,8 +144,10 @@ class Decoding:
         call, sizes, deal = self.call, self.sizes, self.deal
         lengths, bounds, operands = inputs.seqlens_k, inputs.cu_seqlens_q, inputs.operands
         plan = lengths.new_empty(self.plan_rows, records.WIDTH)
+        if self.lines is not None:
+            write(call, self.lines, inputs, plan, self.first_line)
         numbers = {"i": operands.ints, "f": operands.floats}
-        plan_function(call.arch, call.packed, call.variant)(
+        plan_function(call.arch, call.packed, call.variant, call.listed)(
             lengths,
             *(() if bounds is None else (bounds,)),
             plan,
@@ -146,6 +169,7 @@ class Decoding:
             deal.few,
             deal.few_tiles,
             deal.coarse,
+            *self.of_lines,
             *(numbers[kind][i] for kind, i in self.numbers_of_range),
         )
         return plan
@@ -212,6 +236,7 @@ class Decoding:
             deal.workers,
             deal.workers + 1 + self.counter_rows,
             sizes.batch,
+            *self.of_lines,
             *operands.ints,
             *operands.floats,
         )

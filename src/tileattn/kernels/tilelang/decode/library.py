@@ -11,7 +11,7 @@ from ....call.decoding import DecodeCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
 from .config import Config
-from .ranges import text_of_range
+from .ranges import mask_differs_by_head, text_of_range
 
 
 @functools.cache
@@ -21,9 +21,9 @@ def decode_function(call: DecodeCall, config: Config) -> Callable[..., Any]:
 
 
 @functools.cache
-def plan_function(arch: str, packed: bool, variant: str) -> Callable[..., Any]:
-    """The compiled planning kernel (plan_kernel.py) of calls with a mask."""
-    return load(ensure_plan_compiled(arch, packed, variant))["plan"]
+def plan_function(arch: str, packed: bool, variant: str, listed: bool = False) -> Callable[..., Any]:
+    """The compiled planning kernel (plan_kernel.py) of calls with a mask; listed: of those that go by lines."""
+    return load(ensure_plan_compiled(arch, packed, variant, listed))["plan"]
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def packed_keys_function(arch: str) -> Callable[..., Any]:
 
 def ensure_compiled(call: DecodeCall, config: Config) -> Path:
     """The shared library of a call's attention kernel. The kernels that run before it are compiled as well."""
-    ensure_plan_compiled(call.arch, call.packed, call.variant)
+    ensure_plan_compiled(call.arch, call.packed, call.variant, call.listed)
     if call.packed_keys:
         ensure_packed_keys_compiled(call.arch)
     return ensure_decode_compiled(call, config)
@@ -51,15 +51,15 @@ def ensure_decode_compiled(call: DecodeCall, config: Config) -> Path:
     return find_or_compile(decode_key(call, config), kernel, call.arch)
 
 
-def ensure_plan_compiled(arch: str, packed: bool, variant: str) -> Path:
+def ensure_plan_compiled(arch: str, packed: bool, variant: str, listed: bool = False) -> Path:
     """The shared library of :func:`plan_function`."""
 
     def kernel() -> Any:
         from .plan_kernel import plan_kernel
 
-        return plan_kernel(arch, packed, program(variant))
+        return plan_kernel(arch, packed, program(variant), listed)
 
-    return find_or_compile(plan_key(arch, packed, variant), kernel, arch)
+    return find_or_compile(plan_key(arch, packed, variant, listed), kernel, arch)
 
 
 def ensure_packed_keys_compiled(arch: str) -> Path:
@@ -78,14 +78,16 @@ def decode_key(call: DecodeCall, config: Config) -> str:
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
         f"aligned={call.aligned} packed={call.packed} packed_keys={call.packed_keys} "
-        f"page_rows={call.page_rows} {call.arch}"
+        f"page_rows={call.page_rows} {call.arch}{' listed' * call.listed}"
     )
     return key_of(f"decode | {facts} | {config} | {program(call.variant)}", "decode.kernel")
 
 
-def plan_key(arch: str, packed: bool, variant: str) -> str:
-    """The cache key of a planning kernel; of a variant it depends on the range of keys alone."""
-    return key_of(f"decode_plan | packed={packed} {arch} | {text_of_range(program(variant))}", "decode.plan_kernel")
+def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str:
+    """The cache key of a planning kernel; of a variant it depends on the range of keys, and on whose lines are."""
+    traced = program(variant)
+    by = f"{' listed' * listed}{' by head' * (listed and mask_differs_by_head(traced))}"
+    return key_of(f"decode_plan | packed={packed} {arch}{by} | {text_of_range(traced)}", "decode.plan_kernel")
 
 
 def packed_keys_key(arch: str) -> str:

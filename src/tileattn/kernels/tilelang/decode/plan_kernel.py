@@ -9,6 +9,10 @@ may begin at any tile; with a rule of parts, at the next part.
 Items, at most THREADS at a time, are one per thread. Each warp sums their costs by shuffles; each worker then finds the
 warp and the item that it begins in. If there are more, a first pass computes the total.
 
+Where a mask may hide tiles between others (lines/visits.py), the cost of a job is the number of tiles that its line
+lists. If heads have lines of their own, an item's jobs cost differently, and each is dealt by itself: what is called an
+item below is then a job.
+
 The attention kernel may start at once, and waits for this one's end.
 
 `seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
@@ -29,7 +33,8 @@ from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
-from .ranges import names_in_range, numbers_in_range
+from .lines.entries import LISTED, tile_of_rank, visited_by
+from .ranges import mask_differs_by_head, names_in_range, numbers_in_range
 from .records import (
     JOB,
     OWN,
@@ -45,9 +50,8 @@ WARPS = THREADS // WARP
 DEALING = 384  # threads that find where workers begin, while the others write all else
 OTHERS = THREADS - DEALING
 # What the workers read of an item, in shared memory: where its costs begin within its warp's, the sequence, the tile of
-# query rows, and the first and the number of its tiles of keys.
-START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES = range(5)
-FACTS = 5
+# query rows, and the first and the number of its tiles of keys; with lines, how many of these are visited.
+START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES, ITS_VISITED = range(6)
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
@@ -55,11 +59,13 @@ SIZES = (
 )  # fmt: skip
 
 
-def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
+def plan_kernel(arch: str, packed: bool, traced: Program, listed: bool = False) -> Any:
     """The TileLang function ``plan(seqlens_k, [cu_seqlens_q], plan, status, *tensors, *SIZES, *ints, *floats)``
 
     ``q_len`` is the longest of packed sequences. Of the variant's operands it takes those that the range of a job's
     keys is computed from.
+
+    With `listed`, LISTED follow the SIZES, and the plan has its lines already (lines/entries.py).
     """
     builder = Builder()
     with builder.prim_func("plan"):
@@ -70,13 +76,15 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
         status = builder.prim_func_arg("status", T.Tensor([fields.FIELDS], "int32"))
         names = names_in_range(traced)
         operands = {t.name: builder.prim_func_arg(t.name, operand(t)) for t in traced.tensors if t.name in names}
-        sizes = {name: builder.prim_func_arg(name, T.int32()) for name in SIZES}
+        sizes = {name: builder.prim_func_arg(name, T.int32()) for name in (*SIZES, *(LISTED if listed else ()))}
         for name, kind in numbers_in_range(traced):
             operands[name] = builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
+        by_job = listed and mask_differs_by_head(traced)
         _kernel(
             SimpleNamespace(
                 arch=arch, traced=traced, batch=batch, seqlens_k=seqlens_k, bounds=bounds, plan=plan, status=status,
-                operands=operands, **sizes,
+                operands=operands, listed=listed, by_job=by_job,
+                dealt=sizes["items"] * sizes["kv_heads"] if by_job else sizes["items"], **sizes,
             )
         )  # fmt: skip
     # All barriers are in place, and no element outside of a tensor is accessed.
@@ -90,7 +98,7 @@ def _kernel(arg):
         wait_for_previous(arg.arch)
         thread = T.get_thread_binding()
         sums = T.alloc_shared([WARPS], "int32")
-        items = T.alloc_shared([FACTS, THREADS], "int32")
+        items = T.alloc_shared([ITS_VISITED + arg.listed, THREADS], "int32")
         q_tiles = T.alloc_var("int32", init=T.truncdiv(arg.q_len * arg.group + (arg.block_M - 1), arg.block_M))
         wrong = T.alloc_var("int32", init=0)
         if arg.bounds is not None:
@@ -99,9 +107,9 @@ def _kernel(arg):
                 if b < arg.batch:
                     wrong = T.max(wrong, _check_queries(arg, b))
             wrong = T.syncthreads_or(wrong)
-        warps = T.alloc_var("int32", init=T.min(T.truncdiv(arg.items + (WARP - 1), WARP), WARPS))  # that have items
+        warps = T.alloc_var("int32", init=T.min(T.truncdiv(arg.dealt + (WARP - 1), WARP), WARPS))  # that have items
         w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong, warps=warps)
-        chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
+        chunks = T.alloc_var("int32", init=T.truncdiv(arg.dealt + (THREADS - 1), THREADS))
         total = T.alloc_var("int32", init=0)
         if chunks > 1:
             for chunk in T.serial(chunks):
@@ -218,22 +226,25 @@ def _items(arg: Any, w: Any, b: Any) -> Any:
 
 @T.macro
 def _item(arg, w, item):
-    """The sequence b and the tile of an item, and its tiles of keys; rows: how many it has, 0 for one that is none."""
+    """The sequence b and the tile of an item, and its tiles of keys; rows: how many it has, 0 for one that is none.
+
+    visited: how many of its tiles are visited.
+    """
     b = T.alloc_var("int32", init=0)
     q_tile = T.alloc_var("int32", init=0)
     if arg.bounds is None:
-        b = quotient(item, w.q_tiles)
-        q_tile = item - b * w.q_tiles
+        b = quotient(_number(arg, item), w.q_tiles)
+        q_tile = _number(arg, item) - b * w.q_tiles
     else:
         # The last sequence whose first item is not behind this one.
         high = T.alloc_var("int32", init=arg.batch)
         while b < high:
             middle = T.alloc_var("int32", init=T.truncdiv(b + high + 1, 2))
-            if _first_item(arg, w, middle) <= item:
+            if _first_item(arg, w, middle) <= _number(arg, item):
                 b = middle
             else:
                 high = middle - 1
-        q_tile = item - _first_item(arg, w, b)
+        q_tile = _number(arg, item) - _first_item(arg, w, b)
     q_len = T.alloc_var("int32", init=_q_len(arg, w, b))
     seqlen = T.alloc_var("int32", init=_seqlen(arg, b))
     rows = T.alloc_var("int32", init=T.min(q_len * arg.group - q_tile * arg.block_M, arg.block_M))
@@ -242,19 +253,26 @@ def _item(arg, w, item):
         arg.group, q_len, seqlen,
     )  # fmt: skip
     tiles = T.alloc_var("int32", init=T.max(keys.end - keys.first, 1))
-    return SimpleNamespace(b=b, q_tile=q_tile, rows=rows, first=keys.first, tiles=tiles)
+    return SimpleNamespace(
+        b=b, q_tile=q_tile, rows=rows, first=keys.first, tiles=tiles, visited=visited_by(arg, item, keys, tiles)
+    )  # fmt: skip
+
+
+def _number(arg: Any, item: Any) -> Any:
+    """The number of an item where each of its jobs counts as one."""
+    return T.truncdiv(item, arg.kv_heads) if arg.by_job else item
 
 
 @T.macro
 def _cost(arg, w, item):
     """The cost of an item's jobs, 0 for a number that is none. What workers read of it goes to shared memory."""
     cost = T.alloc_var("int32", init=0)
-    if item < arg.items:
+    if item < arg.dealt:
         it = _item(arg, w, item)
         if it.rows > 0:
-            cost = arg.kv_heads * (_runs(arg, it.tiles) + OVERHEAD)
-        facts = (ITS_B, it.b), (ITS_Q_TILE, it.q_tile), (ITS_FIRST, it.first), (ITS_TILES, it.tiles)
-        for field, value in facts:
+            cost = (1 if arg.by_job else arg.kv_heads) * (_runs(arg, it.visited) + OVERHEAD)
+        facts = [(ITS_B, it.b), (ITS_Q_TILE, it.q_tile), (ITS_FIRST, it.first), (ITS_TILES, it.tiles)]
+        for field, value in [*facts, *[(ITS_VISITED, it.visited)] * arg.listed]:
             w.items[field, w.thread] = value
     return cost
 
@@ -321,11 +339,13 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     b, q_tile, its_first, tiles = (
         T.alloc_var("int32", init=w.items[field, low]) for field in (ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
     )
-    runs = T.alloc_var("int32", init=_runs(arg, tiles))
-    kv_head = T.alloc_var("int32", init=quotient(place - begin, runs + OVERHEAD))
-    start = T.alloc_var("int32", init=begin + kv_head * (runs + OVERHEAD))  # of the job's costs
+    runs = T.alloc_var("int32", init=_runs(arg, w.items[ITS_VISITED, low] if arg.listed else tiles))
+    kv_head = T.alloc_var("int32", init=_kv_head(arg, chunk * THREADS + low, place - begin, runs))
+    start = T.alloc_var("int32", init=begin + (0 if arg.by_job else kv_head * (runs + OVERHEAD)))  # of the job's costs
     tile = T.alloc_var("int32", init=(place - start) << arg.coarse)  # counted from the job's first
-    job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
+    job = T.alloc_var("int32", init=_job(arg, chunk * THREADS + low, kv_head))
+    if arg.listed:
+        tile = tile_of_rank(arg, chunk * THREADS + low, its_first, tiles, w.items[ITS_VISITED, low], tile)
     if arg.rule > 0:
         if tile > 0:
             tile = T.truncdiv(its_first + tile + (arg.rule - 1), arg.rule) * arg.rule - its_first
@@ -352,3 +372,13 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     _write(arg, worker, JOB, [job, b, q_tile, kv_head])
     _write(arg, worker, TILE, [tile, first, parts, 0])
     _write_record(arg, w, worker, OWN, b)
+
+
+def _kv_head(arg: Any, item: Any, cost: Any, runs: Any) -> Any:
+    """The kv head of the job of an item that has a cost behind those before it."""
+    return T.truncmod(item, arg.kv_heads) if arg.by_job else quotient(cost, runs + OVERHEAD)
+
+
+def _job(arg: Any, item: Any, kv_head: Any) -> Any:
+    """The number of a job of an item."""
+    return item if arg.by_job else item * arg.kv_heads + kv_head

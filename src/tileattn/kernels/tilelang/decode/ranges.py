@@ -13,6 +13,11 @@ def differs_by_head(bound: Any) -> bool:
     return has_symbol(bound, "h")
 
 
+def mask_differs_by_head(traced: Program) -> bool:
+    """Whether a mask is another one for each head."""
+    return any(has_symbol(each, "h") for each in (traced.allows, *traced.kv_range, *traced.full_range))
+
+
 def names_in_range(traced: Program) -> set[str]:
     """The names of the symbols and tensors that the range of a job's keys is computed from; empty for all keys."""
     names = {

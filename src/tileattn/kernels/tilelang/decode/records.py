@@ -24,6 +24,8 @@ Then come the sequence records, RECORDS a row, checked and clamped: with these t
     ITEMS      its number of items, with those without rows (:func:`packed_items`)
 
 Packed queries have one more, number `batch`: of the unused rows behind the last sequence. They have no keys.
+
+Where the mask may hide tiles between others, the lines of tiles that are visited follow (lines/visits.py).
 """
 
 from __future__ import annotations
@@ -149,6 +151,11 @@ def counter_rows(deal: Deal, kv_heads: int) -> int:
 def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
     """Rows of the plan."""
     return deal.workers + 1 + counter_rows(deal, kv_heads) + batch // RECORDS + 1
+
+
+def line_rows(tiles: int) -> int:
+    """Rows of the plan that a line of so many tiles takes (lines/visits.py)."""
+    return -(-(2 * tiles + 2) // WIDTH)
 
 
 def slots(deal: Deal, kv_heads: int) -> int:

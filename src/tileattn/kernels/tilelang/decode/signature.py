@@ -12,6 +12,7 @@ from ....call import cache_fields
 from ....call.decoding import DecodeCall
 from ....variant.program import Program
 from ..tile.parameters import operand
+from .lines.entries import LISTED
 from .records import STATE_COLUMNS, WIDTH
 
 SCALARS = (
@@ -25,6 +26,8 @@ def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamesp
     ``k`` and ``v`` are the caches. ``plan`` is what plan_kernel.py has written (records.py), and ``first_record`` its
     row of the first sequence record. ``parts`` has the slots. ``page_size`` is 0 for contiguous caches. For packed keys
     ``page_table`` has one column: where each sequence's keys begin.
+
+    Where kernels go by lines (lines/entries.py), LISTED follow the SCALARS.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -52,7 +55,7 @@ def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamesp
         sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32"))
     operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = builder.prim_func_arg("scale", T.float32())
-    scalars = {name: builder.prim_func_arg(name, T.int32()) for name in SCALARS}
+    scalars = {name: builder.prim_func_arg(name, T.int32()) for name in (*SCALARS, *(LISTED if call.listed else ()))}
     operands |= {f"i{index}": builder.prim_func_arg(f"i{index}", T.int32()) for index in range(traced.ints)}
     operands |= {f"f{index}": builder.prim_func_arg(f"f{index}", T.float32()) for index in range(traced.floats)}
     return SimpleNamespace(

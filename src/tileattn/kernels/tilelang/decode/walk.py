@@ -4,7 +4,7 @@
     for _ in T.serial(worker.steps):
         job = enter_job(f, arg, worker)
         for u in T.serial(job.units):
-            tiles = enter_part(arg, job, u)
+            tiles = enter_part(f, arg, job, u)
             ...
             part = locate_part(arg, worker, job, u)
             ...
@@ -24,6 +24,8 @@ import tilelang.language as T
 from tvm import tirx
 
 from .jobs import keys_of_queries
+from .lines.entries import line_at, ranks_of
+from .ranges import mask_differs_by_head
 from .records import (
     FIRST,
     GROUP,
@@ -113,8 +115,16 @@ def enter_job(f, arg, worker):
     return SimpleNamespace(
         number=at[JOB], sequence=sequence, used=used, q_start=q_start, q_len=q_len, seqlen=seqlen,
         q_pos=seqlen - q_len, row0=row0, rows=rows, kv_head=at[KV_HEAD], **vars(keys), lo=lo, hi=hi, cut=cut,
-        unit=unit, origin=origin, units=units, **vars(place),
+        unit=unit, origin=origin, units=units, **vars(place), **_line(f, arg, at),
     )  # fmt: skip
+
+
+def _line(f: Any, arg: Any, at: Any) -> dict[str, Any]:
+    """line: where the job's line is, where there are lines."""
+    if not f.call.listed:
+        return {}
+    number = at[JOB] if mask_differs_by_head(f.traced) else T.truncdiv(at[JOB] - at[KV_HEAD], arg.kv_heads)
+    return {"line": T.alloc_var("int32", init=line_at(arg, number))[0]}
 
 
 def query_of(job: Any, row: Any) -> Any:
@@ -142,15 +152,15 @@ def quads_of(tensor: Any) -> Any:
 
 
 @T.macro
-def enter_part(arg, job, index):
-    """A part of a job: its tiles [lo, hi)."""
+def enter_part(f, arg, job, index):
+    """A part of a job: its tiles [lo, hi), and (entries.ranks_of) which of them are visited where lines say so."""
     lo = T.alloc_var("int32", init=job.lo)
     hi = T.alloc_var("int32", init=job.hi)
     if arg.rule != 0:
         begin = T.alloc_var("int32", init=job.origin + (T.truncdiv(job.lo - job.origin, job.unit) + index) * job.unit)
         lo = T.max(begin, job.first)
         hi = T.min(begin + job.unit, job.end)
-    return SimpleNamespace(lo=lo, hi=hi)
+    return SimpleNamespace(lo=lo, hi=hi, **ranks_of(f, arg, job, lo, hi))
 
 
 @T.macro

@@ -36,6 +36,8 @@ MOST_READ = 96  # elements that a thread reads of a tensor for a tile, at most: 
 MOST_COPIED = 2**22  # elements of a tensor that is copied first, since it is not contiguous
 MOST_WIDE = 2**13  # the same of a warp for a row of tiles
 MOST_NODES = 4096
+Widths = tuple[int, int]
+WIDEST: Widths = (MOST_BLOCK - 1, MOST_BLOCK - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +88,10 @@ class Analysis:
 
 
 @functools.lru_cache(maxsize=1024)
-def analysis(variant: str) -> Analysis | None:
+def analysis(variant: str, widths: Widths = WIDEST) -> Analysis | None:
     """The nodes of the mask of a variant key; None if the kernel does not know something in it."""
     try:
-        return analysed(program(variant))
+        return analysed(program(variant), widths)
     except Unknown:
         return None
 
@@ -103,8 +105,12 @@ def mask_text(variant: str) -> str:
     return f"{traced.allows} | {traced.kv_range} | {traced.full_range} | {tensors}"
 
 
-def analysed(traced: Program) -> Analysis:
+def analysed(traced: Program, widths: Widths = WIDEST) -> Analysis:
     """The nodes of a traced mask.
+
+    Args:
+        widths: by how much the last query of a tile exceeds the first, at most, and the last key. Of one query, 0, the
+            kernel has no other input than ("q", "first").
 
     Raises:
         Unknown: the kernel does not know something in it.
@@ -121,9 +127,10 @@ def analysed(traced: Program) -> Analysis:
     divisors = tuple(number for number in ints if any(_divides(f"i{number}", each) for each in expressions))
     numbers |= {f"i{number}": (1 if number in divisors else -MOST_NUMBER, MOST_NUMBER) for number in ints}
     points = {name: _point(graph.input(name, span=span)) for name, span in numbers.items()}
+    q_last = q_last if widths[0] > 0 else q_first
     of_tile = {
-        "q": Ends(_tensor(q_first), _tensor(q_last), spans["q"], MOST_BLOCK - 1),
-        "k": Ends(_tensor(k_first), _tensor(k_last), spans["k"], MOST_BLOCK - 1),
+        "q": Ends(_tensor(q_first), _tensor(q_last), spans["q"], widths[0]),
+        "k": Ends(_tensor(k_first), _tensor(k_last), spans["k"], widths[1]),
     }
     found = _Bounds(graph, traced, points | of_tile, used)(traced.allows)
     if not isinstance(found, Bools):

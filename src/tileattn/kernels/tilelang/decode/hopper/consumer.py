@@ -7,6 +7,7 @@ from ...tile.expressions import Emitter
 from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
 from ..combine import merge_parts, place_of_query, sink_of, store_part
+from ..lines.entries import count_of, entry_of, tile_in
 from ..packed_rows import apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from ..walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 from .stages import PARITY, STAGE, next_stage, stage_of
@@ -89,14 +90,30 @@ def scores_to_weights(plan, arg, w, job, k_lo, masked):
     T.copy(w.acc_s, w.weights)
 
 
+def entry_ahead(plan, arg, job, part, tile):
+    """The line's entry of a tile that a part visits, loaded before the barriers; None without lines."""
+    return T.alloc_var("int32", init=entry_of(plan, arg, job, part, tile))[0] if plan.call.listed else None
+
+
+def first_key(plan, part, tile, entry):
+    return (part.lo + tile) * plan.block_N if entry is None else tile_in(entry) * plan.block_N
+
+
+def is_masked(plan, k_lo, entry, full_lo, full_hi):
+    """Whether a tile takes the mask: not one that all rows see."""
+    masked = (k_lo < full_lo) | (k_lo + plan.block_N > full_hi)
+    return masked if entry is None else masked & (entry % 2 == 0)
+
+
 @T.macro
 def attend(plan, arg, w, job, part, full_lo, full_hi):
     """Computes one part: O, unnormalised, the rows' sums l and the exponents' base."""
     softmax.reset(w.m, w.l, w.acc_o)
     T.fill(w.base, 0)
     T.fill(w.sums, 0)
-    for tile in T.serial(part.hi - part.lo):
-        k_lo = T.alloc_var("int32", init=(part.lo + tile) * plan.block_N)
+    for tile in T.serial(count_of(plan, part)):
+        entry = entry_ahead(plan, arg, job, part, tile)
+        k_lo = T.alloc_var("int32", init=first_key(plan, part, tile, entry))
         T.barrier_wait(w.k_ready[w.at[STAGE]], w.at[PARITY])
         if plan.gather:
             T.fence_proxy_async()  # wgmma is to see what cp.async wrote
@@ -105,7 +122,7 @@ def attend(plan, arg, w, job, part, full_lo, full_hi):
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
         release(w, w.k_free)
-        masked = (k_lo < full_lo) | (k_lo + plan.block_N > full_hi)
+        masked = is_masked(plan, k_lo, entry, full_lo, full_hi)
         scores_to_weights(plan, arg, w, job, k_lo, masked)
         softmax.minimum_alpha(w.alpha, w.min_alpha, plan.consumers)
         softmax.rescale_if_needed(
@@ -178,7 +195,7 @@ def consume(plan, arg, w):
         if job.units > 0:
             full_lo, full_hi = enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                attend(plan, arg, w, job, enter_part(arg, job, index), full_lo, full_hi)
+                attend(plan, arg, w, job, enter_part(plan, arg, job, index), full_lo, full_hi)
                 part = locate_part(arg, worker, job, index)
                 if part.parts == 1:
                     store(plan, arg, w, job)

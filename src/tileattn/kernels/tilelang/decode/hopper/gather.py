@@ -8,6 +8,7 @@ Rows without keys of the mask's range are filled with zeros.
 import tilelang.language as T
 
 from ...tile.hopper import WARP
+from ..lines.entries import count_of, tile_of
 from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next
 from .stages import PARITY, STAGE, next_stage, stage_of
 
@@ -42,14 +43,14 @@ def gather_rows(plan, w, job, tensor, tiles, columns, width):
 @T.macro
 def gather_tiles(plan, arg, w, job, part):
     """A part's tiles, as stages become free."""
-    read_key_ahead(plan, arg, w, job, part, part.lo)
-    for j in T.serial(part.hi - part.lo):
+    read_key_ahead(plan, arg, w, job, part, tile_of(plan, arg, job, part, 0))
+    for j in T.serial(count_of(plan, part)):
         take_next(arg, w, job)
         T.barrier_wait(w.k_free[w.at[STAGE]], w.at[PARITY])
         gather_rows(plan, w, job, arg.k, w.k, plan.head_dim, plan.call.head_dim)
         T.cp_async_barrier_noinc(w.k_ready[w.at[STAGE]])
         # Behind copies, so that the first ones need not wait for it.
-        read_key_ahead(plan, arg, w, job, part, part.lo + j + 1)
+        read_key_ahead(plan, arg, w, job, part, tile_of(plan, arg, job, part, j + 1))
         T.barrier_wait(w.v_free[w.at[STAGE]], w.at[PARITY])
         gather_rows(plan, w, job, arg.v, w.v, plan.head_dim_v, plan.call.head_dim_v)
         T.cp_async_barrier_noinc(w.v_ready[w.at[STAGE]])

@@ -7,6 +7,7 @@ gather.py copies row by row. The last box of packed keys may have rows of the ne
 import tilelang.language as T
 
 from ...tile.hopper import WARP
+from ..lines.entries import count_of, entry_of, tile_in
 from ..walk import begin_worker, enter_job, enter_part, next_job
 from .gather import gather_tiles
 from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next
@@ -16,8 +17,16 @@ from .stages import PARITY, STAGE, next_stage, stage_of
 @T.macro
 def read_boxes_ahead(plan, arg, w, job, part, first_box):
     """Reads the page table for the boxes of a part from ``first_box`` on, one for each lane."""
-    key = (part.lo * plan.block_N) + (first_box + w.lane) * plan.box_rows
+    key = key_of_box(plan, arg, job, part, first_box + w.lane)
     read_ahead(arg, w, job, key, plan.box_rows, part.hi * plan.block_N)
+
+
+def key_of_box(plan, arg, job, part, box):
+    """The first key of a box of the tiles that a part visits."""
+    if not plan.call.listed:
+        return (part.lo * plan.block_N) + box * plan.box_rows
+    tile = tile_in(entry_of(plan, arg, job, part, box // plan.boxes))
+    return T.alloc_var("int32", init=tile * plan.block_N + box % plan.boxes * plan.box_rows)[0]
 
 
 @T.macro
@@ -54,6 +63,13 @@ def load_box(plan, arg, w, job, tensor, tiles, ready, columns, panel, k_lo):
         )
 
 
+def first_key(plan, arg, job, part, number):
+    """The first key of a tile that a part visits; of pages the boxes know it."""
+    if not plan.call.listed or plan.call.paged:
+        return (part.lo + number) * plan.block_N
+    return T.alloc_var("int32", init=tile_in(entry_of(plan, arg, job, part, number)) * plan.block_N)[0]
+
+
 @T.macro
 def load_boxes(plan, arg, w, job, part):
     """A part's tiles, as stages become free. The table is read 32 boxes ahead."""
@@ -62,8 +78,8 @@ def load_boxes(plan, arg, w, job, part):
         start = arg.page_table[job.sequence, 0]
     if plan.call.paged:
         read_boxes_ahead(plan, arg, w, job, part, 0)
-    for j in T.serial(part.hi - part.lo):
-        k_lo = (part.lo + j) * plan.block_N
+    for j in T.serial(count_of(plan, part)):
+        k_lo = first_key(plan, arg, job, part, j)
         if plan.call.paged:
             if j * plan.boxes % WARP == 0:
                 take_next(arg, w, job)
@@ -92,7 +108,7 @@ def produce(plan, arg, w):
     for _ in T.serial(worker.steps):
         job = enter_job(plan, arg, worker)
         for index in T.serial(job.units):
-            part = enter_part(arg, job, index)
+            part = enter_part(plan, arg, job, index)
             if plan.gather:
                 gather_tiles(plan, arg, w, job, part)
             else:
