@@ -128,6 +128,33 @@ def test_ptxas_spills_no_more_than_without_lists(name: str, dim: int, which: str
     assert spilled[1] <= KNOWN.get((name, dim, which), max(spilled[0], MAX_SPILLED))
 
 
+# The same of packed calls (docs/design/packed.md).
+KNOWN_PACKED = {
+    ("dilated", 64, "main"): 84,
+    ("dilated", 128, "main"): 60,
+    ("dilated", 64, "queries"): 232,
+    ("dilated", 128, "queries"): 76,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["forward", "main", "queries"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_ptxas_spills_no_more_in_packed_calls(name: str, dim: int, which: str, tmp_path: Path) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("there is no nvcc here")
+    call = make_call(MASKS[name], dim=dim, packed=True)
+    if which == "forward":
+        source = forward_source(call)
+    else:
+        source = backward_source(backward_of(call, which == "queries"), which)
+    said = assemble(nvcc, source, "sm_90a", tmp_path)
+    assert not SERIALIZED.search(said), said
+    assert max(numbers(r"(\d+) bytes spill stores", said)) <= KNOWN_PACKED.get((name, dim, which), MAX_SPILLED)
+
+
 # --- Which configuration a call is launched with ---
 
 
