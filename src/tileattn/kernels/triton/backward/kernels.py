@@ -21,7 +21,7 @@ Kernels have more than ten arguments: Triton launches a kernel with each pointer
 import triton
 import triton.language as tl
 
-from ..tile.lines import line_of, step_of, tile_of
+from ..tile.lines import line_of, over_keys, step_of, tile_of
 from ..tile.softmax import LOG2E, unit_of
 from ..tile.tiles import (
     add_product,
@@ -305,19 +305,8 @@ def queries_kernel(
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q
     q_lo, q_hi = offset + first, offset + tl.minimum(first + plan.block_M, seqlen_q) - 1
-    if plan.listed:
-        lists = (tiles, counts, batch_step, head_step)
-        line, full_start, full_end = line_of(lists, b, h, first, seqlen_k, plan.block_N, plan)
-        start, end = 0, full_end
-    else:
-        line: tl.constexpr = None
-        start, full_start, full_end, end = phases(
-            plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-            plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
-            0,
-            seqlen_k,
-            plan.block_N,
-        )
+    lists, operands = (tiles, counts, batch_step, head_step), (tensors, numbers)
+    line, start, full_start, full_end, end = over_keys(lists, operands, b, h, first, q_lo, q_hi, seqlen_k, plan)
 
     # Q: [block_M, padded]
     q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)

@@ -6,6 +6,8 @@ A tile of a list may be several of a kernel (lists.py). Their steps follow one a
 import triton
 import triton.language as tl
 
+from .tiles import phases
+
 
 @triton.jit
 def line_of(lists, b, h, first, seqlen, block: tl.constexpr, plan: tl.constexpr):
@@ -19,6 +21,28 @@ def line_of(lists, b, h, first, seqlen, block: tl.constexpr, plan: tl.constexpr)
     mixed = tl.load(counts + 2 * number) * plan.listed
     visited = tl.load(counts + 2 * number + 1) * plan.listed
     return tiles + number * tl.cdiv(seqlen, plan.listed * block), mixed, visited
+
+
+@triton.jit
+def over_keys(lists, operands, b, h, first, q_lo, q_hi, seqlen_k, plan: tl.constexpr):
+    """How a program with a tile of queries walks over keys: its line, 0 without lists, and the ends of its loops.
+
+    first: the tile's first row; q_lo, q_hi: positions of its first and last query. Ends are as of `phases` in tiles.py.
+    """
+    if plan.listed:
+        line, mixed, visited = line_of(lists, b, h, first, seqlen_k, plan.block_N, plan)
+        start, full_start, full_end, end = 0, mixed, visited, visited
+    else:
+        line = 0
+        tensors, numbers = operands
+        start, full_start, full_end, end = phases(
+            plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+            0,
+            seqlen_k,
+            plan.block_N,
+        )
+    return line, start, full_start, full_end, end
 
 
 @triton.jit
