@@ -85,6 +85,13 @@ def test_packed_kernels_read_tiles_from_lines_of_their_runs() -> None:
         assert "list_lines" not in body.split("{", 1)[1]
 
 
+def test_a_block_without_a_tile_looks_for_no_line() -> None:
+    """The launch has blocks for the longest work list that there can be. A record behind its end was never written."""
+    source = backward_source(backward_of(make_call(MASKS["function"], dim=64, packed=True), True), "queries")
+    (line,) = re.findall(r"\n *(.*)\n *\S+ = .*list_head", source)
+    assert re.fullmatch(r"if \(\(.+ < \S+\[8\]\)\) \{", line), line
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_for_dq_alone_and_that_of_wide_heads(packed: bool) -> None:

@@ -238,4 +238,14 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
+    *mutants(
+        f"{TILELANG}/backward/hopper/queries_task.py",
+        (f"{TILELANG}/test_tile_lists_lowering.py::test_a_block_without_a_tile_looks_for_no_line",),
+        {
+            "packed lists: a block without a tile reads any line": (
+                "T.if_then_else(at.exists, line",
+                "T.if_then_else(True, line",
+            )
+        },
+    ),
 ]

@@ -11,10 +11,12 @@ from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 
 
-def number_of_tile(plan, at, w):
-    """The number of the block's tile of queries in its batch element, or among those of all sequences."""
+def line_of_block(plan, arg, at, w):
+    """The line of the block's tile of queries. A block without one has a record that was never written: any line."""
     number = T.truncdiv(w.task[ROW], plan.block_M)
-    return at.first + number if plan.call.packed else number
+    if not plan.call.packed:
+        return line_of(arg, w.task[BATCH], w.task[HEAD], number)
+    return T.if_then_else(at.exists, line_of(arg, w.task[BATCH], w.task[HEAD], at.first + number), 0)
 
 
 def key_of_step(plan, arg, w, step):
@@ -35,7 +37,7 @@ def find_task(plan, arg, at, mine, w):
     w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
     if plan.listed:
-        w.task[FIRST] = at.uniform(line_of(arg, w.task[BATCH], w.task[HEAD], number_of_tile(plan, at, w)))
+        w.task[FIRST] = at.uniform(line_of_block(plan, arg, at, w))
         w.task[COUNT] = at.uniform(T.max(length_of_line(arg, w.task[FIRST]), 1))
     else:
         q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
