@@ -199,7 +199,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/kept_lists.py",
+        "kernels/kept_lists.py",
         (f"{PACKED}::test_lengths_that_were_written_in_place_are_seen",),
         {
             "packed lists: lengths written in place are not seen": (
