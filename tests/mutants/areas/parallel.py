@@ -28,6 +28,15 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "parallel/sharding/visible.py",
+        ("parallel/test_visible.py",),
+        {
+            "parallel: a user's mask is asked for one head": ("if by_h else 0)", "if False else 0)"),
+            "parallel: keys by tensors that may change": ("if operands.tensors or planes", "if planes"),
+            "parallel: the last block that is seen is left out": ("visible, key_lo + BLOCK, 0", "visible, key_lo, 0"),
+        },
+    ),
+    *mutants(
         "parallel/sharding/ranges.py",
         WINDOWS,
         {

@@ -1,7 +1,8 @@
 """What the tile ranges of a mask say about keys: those that a run of queries needs, and the area of its scores.
 
 `Mask.kv_range` answers for one (batch, head, queries); here it is asked for all batch elements and heads of many runs
-at once. A mask with tensors on a GPU makes the host wait once for each mask and plan.
+at once. A mask with tensors on a GPU makes the host wait once for each mask and plan. Of masks without ranges the
+expression tells (visible.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...variant.masks import Mask
 from .layout import Layout, Run, Span
+from .visible import Asked, seen
 
 _ROWS = 256  # of queries whose keys an area counts at once: the order of a kernel's tile
 
@@ -92,4 +94,7 @@ def _asked(
     low, high = (torch.as_tensor(end, device=device).broadcast_to(size) for end in found)
     none = torch.zeros_like(lengths)
     low, high = low.amin((1, 2)).cpu(), high.amax((1, 2)).cpu()
+    blocks = seen(mask, Asked(sequences if layout.packed else None, first, last, lengths, batch, heads))
+    if blocks is not None:
+        low, high = low.maximum(blocks[0]), high.minimum(blocks[1])
     return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)
