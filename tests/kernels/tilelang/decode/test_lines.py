@@ -18,6 +18,8 @@ from tileattn.variant.key import encode
 BLOCK_M, BLOCK_N = 16, 16
 # Items of four queries, whose last ones see as far as a tile's end.
 PREFILL = Case([64], 64, 4, 1, page=0, mask=FunctionMask(lambda b, h, q, k: k <= q))
+# In the last tile, keys 160 to 175, the mask hides all but those behind the sequence.
+HIDDEN_END = Case([166], 1, 4, 2, page=0, mask=FunctionMask(lambda b, h, q, k: k // 24 % 3 == 1))
 
 
 def made(case: Case, block_M: int = BLOCK_M) -> tuple[Lines, Tensor]:
@@ -55,7 +57,7 @@ def seen_by_rows(case: Case, b: int, kv_heads: range, rows: range) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), PREFILL], ids=[*CASES, "prefill"])
+@pytest.mark.parametrize("case", [*CASES.values(), PREFILL, HIDDEN_END], ids=[*CASES, "prefill", "hidden-end"])
 def test_lines_are_of_what_rows_see(case: Case) -> None:
     lines, table = made(case)
     visited = possible = 0

@@ -221,7 +221,7 @@ def _nothing_kept() -> Iterator[None]:
 def kept_cuts() -> list[Cut]:
     """The cuts of the lists that were made."""
     keys: list[Any] = list(kept_lists._kept)
-    return [of_call[2] for of_call, *_ in keys]
+    return [of_call[3] for of_call, *_ in keys]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -111,8 +111,11 @@ def _exchange(call: AttentionCall) -> dict[str, Any]:
     if dims == (64, 64) and call.variant == "" and not call.packed:
         return {"adders": 2, "words": True}  # 20 bytes of spills in a packed call
     if dims == (64, 64):
-        # 1.012 to 1.029 of the speed with dS stored last (H200, benchmarks/results/backward/exchange-h200.txt).
+        # 1.012 to 1.029 of the speed with dS stored last (H200, benchmarks/results/backward/exchange-h200.txt); packed
+        # 1.001 to 1.009 without a mask, 1.023 with (benchmarks/results/packed/exchange-h200.txt).
         return {"adders": 2, "stores_first": True}
+    if call.packed:
+        return {}
     # At head dim 96 it gains nothing (H100: 0.99); without the padding of 80 it does.
     gains = dims == (128, 128) or (dims == (96, 96) and _used_columns(call) != {})
     return {"adders": 2, "stores_first": True, "words": True} if gains and call.variant == "" else {}

@@ -166,7 +166,7 @@ class Lines(NamedTuple):
         """Which tiles are visited, and which are whole: bool (items, planes, tiles)."""
         sizes, block_N, traced = self.sizes, self.block_N, self.traced
         k_lo = torch.arange(self.tiles, device=rows.b.device) * block_N
-        k_hi = (k_lo + (block_N - 1)).clamp(max=sizes.capacity - 1)
+        k_hi = torch.minimum(k_lo + (block_N - 1), (rows.seqlen - 1).clamp(min=0)).maximum(k_lo)
         values = values_of(inputs.operands)
         kinds = tile_kinds(
             traced.allows,
