@@ -139,7 +139,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("halves-pages", "inductor"),  # the others' code would take a compiler some seconds
+        pytest.param("halves-pages", "inductor", marks=pytest.mark.slow),  # its compiler takes 9 s
         *((name, "aot_eager") for name in ("halves-pages", "packed-short", "without-q", "plain", "q-positions")),
     ],
 )

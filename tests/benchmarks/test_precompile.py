@@ -150,6 +150,7 @@ def test_each_kernel_once() -> None:
     assert len({job.key for job in jobs}) == len(jobs)
 
 
+@pytest.mark.slow(reason="13 s")
 def test_every_conformance_call_has_its_kernel() -> None:
     """Except calls with nothing to compute. Calls with a scale of 0 or less are among them."""
     todo = [case for case in conformance_cases("full") if 0 not in vars(case.shape).values() or case.shape.scale == 0]

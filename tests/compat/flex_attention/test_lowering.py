@@ -28,6 +28,7 @@ def call_of(block_mask: BlockMask) -> AttentionCall:
     return make_call(mask_of(block_mask, q, k), dim=64)
 
 
+@pytest.mark.slow(reason="10 s")
 def test_a_function_that_reads_a_table() -> None:
     """With Q_LEN != KV_LEN. The shift is an argument of the kernel, so other lengths compile nothing."""
     call, other = (call_of(create_block_mask(document, None, None, n, 400, device="cpu")) for n in (300, 200))

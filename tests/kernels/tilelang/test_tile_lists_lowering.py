@@ -72,6 +72,7 @@ def test_backward_reads_tiles_from_its_line() -> None:
     assert "list_lines" not in source.split("{", 1)[1]
 
 
+@pytest.mark.slow(reason="11 s")
 def test_packed_kernels_read_tiles_from_lines_of_their_runs() -> None:
     """The same places, and in the forward pass which tile of its run a task has, of the first task and of the next."""
     call = make_call(MASKS["dilated"], dim=64, packed=True)

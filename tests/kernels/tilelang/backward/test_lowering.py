@@ -108,8 +108,6 @@ CALLS = {
 # (call, architecture, kernel), one of each kind; the others take long. sm_80's are those that the emulator runs, and
 # gfx942's schedule for the main kernel is in test_amd.py.
 QUICK = {
-    ("alibi", "sm_90a", "main"),
-    ("plain-16", "sm_90a", "queries"),
     ("plain-16", "sm_90a", "prepare"),
     ("plain-16", "sm_90a", "finish"),
 }

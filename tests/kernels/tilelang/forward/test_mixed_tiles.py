@@ -44,7 +44,9 @@ def in_python(condition: str) -> str:
     return re.sub(r"\b(b|h|q|k|distance)_\d+\b", r"\1", condition)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dilated", "other-way"))) for name in MASKS]
+)
 def test_each_score_of_a_tile(name: str) -> None:
     mask = MASKS[name]
     operands = encode(mask, ())[1]

@@ -120,6 +120,7 @@ def test_four_elements_share_their_words(arch: str, tmp_path: Path) -> None:
     assert (ROUNDS - 1) * groups * copies <= products + ROUNDS <= (ROUNDS + 1) * groups * copies + 2 * ROUNDS
 
 
+@pytest.mark.slow(reason="5 s")
 def test_it_is_part_of_the_key() -> None:
     for call in (CALLS["plain"], CALLS["softcap"]):
         without = replace(call, dropout=False)
