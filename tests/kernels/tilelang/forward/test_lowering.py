@@ -51,10 +51,10 @@ ASSEMBLED = ("sm_80", "sm_90a")
 QUICK = {
     "sm_80": ("plain-16",),
     "sm_89": (),
-    "sm_90a": ("plain", "causal-64", "bias-tiles"),
+    "sm_90a": ("plain", "causal-64"),
     "sm_100a": (),
     "sm_120a": ("plain-16",),
-    "gfx942": ("composed",),
+    "gfx942": (),  # test_amd.py has its schedule
 }
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
