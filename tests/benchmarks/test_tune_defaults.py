@@ -136,6 +136,7 @@ def pretend_to_measure(rows: Sequence[Row], connection: Connection) -> None:
     connection.send(("end",))
 
 
+@pytest.mark.slow(reason="6 s, most of it a time limit")
 def test_candidates_that_hang_or_crash_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -830,6 +830,7 @@ def test_the_file_is_json_for_people(file: Path) -> None:
     assert list(content["devices"][device]) == ["bfloat16 d128 full lse sm_90a"]
 
 
+@pytest.mark.slow(reason="6 s: processes that import PyTorch")
 def test_a_script_without_a_guard_does_not_run_again(tmp_path: Path) -> None:
     """Kernels are compiled in spawned processes, which import a script's main module unless it is hidden from them."""
     script = tmp_path / "script.py"

@@ -62,7 +62,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize(("kind", "name"), [("llama", adapter.NAME), ("llama", PAGED), ("mistral", PAGED)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("llama", adapter.NAME, marks=pytest.mark.slow),  # 5 s each
+        ("llama", PAGED),
+        pytest.param("mistral", PAGED, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_as_eager(kind: str, name: str, device: str, dtype: torch.dtype, calls: Calls) -> None:
     """Asked for by its plain name, transformers takes the paged one (where no flash-attn is installed)."""
     model: Any = MODELS[kind].build(CPU if device == "cpu" else GPU).to(device, dtype)

@@ -61,7 +61,10 @@ def test_rules(rule: str) -> None:
     assert kinds_on("cpu", case.expr, case.values)[0].shape == kinds.shape
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LONG = ("anything", "bits", "choices")  # 5 to 10 s each
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LONG)) for kind in KINDS])
 def test_random_expressions(kind: str) -> None:
     for seed in range(40):
         case = Generator(Random(seed), kind, 64).mask()

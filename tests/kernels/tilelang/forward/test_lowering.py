@@ -276,7 +276,7 @@ def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("bias", "shared"),
-    [(TILES[:1], True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((TILES, False), (TILES[:, :1], True)))],
+    [pytest.param(*x, marks=pytest.mark.slow) for x in ((TILES[:1], True), (TILES, False), (TILES[:, :1], True))],
 )
 def test_tiles_of_a_bias_that_are_read_once_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
     _check_hint(lower(make_call(None, Bias(bias), dim=64)), bias, shared)
