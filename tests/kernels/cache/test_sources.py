@@ -504,10 +504,7 @@ def traced() -> dict[str, set[str]]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "forward")) for name in KERNELS],  # 13 s
-)
+@pytest.mark.parametrize("name", KERNELS)
 def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
     ran = traced()[name]
     assert f"{TILELANG}.{KERNELS[name][0]}" in ran

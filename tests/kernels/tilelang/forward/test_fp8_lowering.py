@@ -18,8 +18,8 @@ from tileattn.kernels.tilelang.build.nvcc import with_own_products
 from tileattn.kernels.tilelang.forward.transpose_fp8 import transpose_kernel
 from tileattn.kernels.tilelang.tile.softmax import key_of_column
 
-QUICK = {"plain-64": make_call(dim=64, sink=True, dtype=FP8)}
-SLOW = {
+CALLS = {
+    "plain-64": make_call(dim=64, sink=True, dtype=FP8),
     "plain": make_call(dtype=FP8),
     "plain-16": make_call(dim=16, dtype=FP8),
     "causal-64": make_call(Causal(), dim=64, dtype=FP8),
@@ -32,8 +32,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     "call",
-    [pytest.param(call, id=name) for name, call in QUICK.items()]
-    + [pytest.param(call, id=name, marks=pytest.mark.slow) for name, call in SLOW.items()],
+    [pytest.param(call, id=name, marks=pytest.mark.slow) for name, call in CALLS.items()],  # 10 s and more each
 )
 def test_kernel(call: AttentionCall, tmp_path: Path) -> None:
     source = lower(call)
@@ -86,5 +85,5 @@ def test_refusals(call: AttentionCall, reason: str) -> None:
 
 
 def test_what_is_accepted() -> None:
-    for call in (QUICK | SLOW).values():
+    for call in CALLS.values():
         assert backend.refusal(call) is None

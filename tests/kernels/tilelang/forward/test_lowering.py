@@ -251,7 +251,8 @@ def test_the_search_for_the_maximum_runs_under_the_products(name: str, tmp_path:
 # --- Biases ---
 
 
-@pytest.mark.parametrize("name", ["bias-tiles", pytest.param("bias-wide-tiles-64", marks=pytest.mark.slow)])
+@pytest.mark.slow(reason="10 s each")
+@pytest.mark.parametrize("name", ["bias-tiles", "bias-wide-tiles-64"])
 def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> None:
     source = lower(CALLS[name])
     assert len(re.findall(r"tma_load(?:<[\w:]+>)?\(t0_desc", source)) == 1
@@ -267,7 +268,8 @@ def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> Non
 OTHER_BIASES = (BIAS, BIAS[..., :8], torch.ones(2, 4, 16, 16)[..., 1:], TILES.mT)
 
 
-@pytest.mark.parametrize("bias", [TILES[:, :, :1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_BIASES)])
+@pytest.mark.slow(reason="5 s each")
+@pytest.mark.parametrize("bias", [TILES[:, :, :1], *OTHER_BIASES])
 def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
     source = lower(make_call(None, Bias(bias), dim=64))
     assert "t0_desc" not in source

@@ -28,11 +28,11 @@ IDS = torch.arange(9) // 4
 @pytest.mark.parametrize(
     "mask",
     [
-        Causal() & Neighborhood((4, 5, 6), 3),
+        pytest.param(Causal() & Neighborhood((4, 5, 6), 3), marks=pytest.mark.slow),  # 8 s and more each
         pytest.param(
             for_call(BlockSparse(BLOCKS, (64, 48)), lambda: (1, 4, 2, 99, 99), lambda: 0), marks=pytest.mark.slow
         ),
-        pytest.param(SlidingWindow(5, 5) | GlobalTokens(3), marks=pytest.mark.slow),  # 8 s each
+        pytest.param(SlidingWindow(5, 5) | GlobalTokens(3), marks=pytest.mark.slow),
         pytest.param(Dilated(8, 8, dilation=2) | Strided(4, 2), marks=pytest.mark.slow),
         pytest.param(ImageTextDocuments(IDS, IDS) & GlobalTokens(IDS[None] > 0), marks=pytest.mark.slow),
     ],

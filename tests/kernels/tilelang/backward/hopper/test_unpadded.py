@@ -52,7 +52,7 @@ def test_used_columns(dims: tuple[int, int], used: dict[int, int]) -> None:
     assert HopperBackwardConfig(64).used_columns(call) == {}
 
 
-@pytest.mark.parametrize(("dim", "width"), [(80, 96), (112, 128)])
+@pytest.mark.parametrize(("dim", "width"), [(80, 96), pytest.param(112, 128, marks=pytest.mark.slow)])
 def test_products_have_the_columns_of_the_head_dim(dim: int, width: int) -> None:
     padded, unpadded = products(dim, HopperBackwardConfig(64)), products(dim, TILE)
     assert len(padded) == len(unpadded) == 5
@@ -66,6 +66,7 @@ def test_products_have_the_columns_of_the_head_dim(dim: int, width: int) -> None
     assert padded[2][2] == width
 
 
+@pytest.mark.slow(reason="6 s")
 def test_other_head_dims_keep_their_kernel() -> None:
     assert products(96, TILE) == products(96, HopperBackwardConfig(64))
 
