@@ -45,7 +45,7 @@ def in_python(condition: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dilated", "other-way"))) for name in MASKS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dilated", "constant"))) for name in MASKS]
 )
 def test_each_score_of_a_tile(name: str) -> None:
     mask = MASKS[name]
