@@ -50,7 +50,6 @@ GROUPED = {
     "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
 }
 CASES |= GROUPED
-SLOW = set(CASES) - {"groups"}  # each takes 20 s
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +85,8 @@ def prepared(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> tuple[launch.
     return launch.prepare(call, sizes, SCALE, tensors.case.splits), inputs
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()]
-)
+@pytest.mark.slow(reason="20 s each")
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in GROUPED.values():
         monkeypatch.setattr(launch, "LEAST_KEYS", 1)

@@ -35,7 +35,7 @@ from .. import records
 from ..ranges import differs_by_head, mask_differs_by_head, names_in_range
 
 # Fewer tiles of jobs are read before their lines would be made: by the kernel, and by some 100 operations.
-FEWEST_TILES, FEWEST_BY_OPERATIONS = 2**12, 2**14
+FEWEST_TILES, FEWEST_BY_OPERATIONS = 2**12, 2**17
 # Tiles of all lines: the plan would take more than 1 GB, and places in it are int32.
 MOST_TILES = 2**27
 # Kernels that make lines are compiled for so many queries, at most, and keys of a job's tile.
