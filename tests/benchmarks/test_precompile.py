@@ -200,11 +200,10 @@ def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def with_skewed(job: Job, seqlen: int) -> list[Config]:
-    """The default of a length, that of packed calls of skewed lengths, and that which takes its tiles from lists."""
+    """The default of a length, that of packed calls of skewed lengths, and those which take their tiles from lists."""
     config = default(job.call, seqlen)
-    if job.call.packed:
-        return [config, for_skewed_lengths(config)]
-    return [config, with_lists(config, job.call)] if isinstance(config, HopperConfig) else [config]
+    of_lengths = [config, for_skewed_lengths(config)] if job.call.packed else [config]
+    return [*of_lengths, *(with_lists(each, job.call) for each in of_lengths if isinstance(each, HopperConfig))]
 
 
 def test_list_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
