@@ -59,7 +59,8 @@ from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, SharesJob, kernel_jobs
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob, PackedKeysJob, lines_jobs
+from tileattn.kernels.tilelang.decode import job as decode_job
+from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob, PackedKeysJob
 from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
@@ -108,11 +109,8 @@ class _Requested:
 
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
-        call = phase.call
-        lines = () if phase.lines is None else lines_jobs(call, phase.lines.queries)
-        before = (DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys, *lines)
-        jobs = (DecodeJob(call, phase.config), *before)
-        self._add(*(() if phase.empty else jobs))
+        queries = phase.lines and phase.lines.queries
+        self._add(*(() if phase.empty else decode_job.jobs_of(phase.call, phase.config, queries)))
 
     def ask_append(self, call: AppendCall) -> Any:
         """In place of `append_function`."""

@@ -165,12 +165,8 @@ MUTANTS: list[Mutant] = [
             "packed lists: unwritten entries are read": ("(line < work[0, COUNT]) & (record", "(record"),
             "packed lists: heads share a plane": ("0, shape.lines * by_head, order)", "0, 0, order)"),
             "packed lists: a sequence's last keys need no mask": (
-                "beyond = key + cut.block_N > lines.seqlen_k\n    if cut.masks_queries:\n"
-                "        beyond = beyond | (row + cut.block_M > lines.seqlen_q)\n    return _Tiles(\n"
-                "        Ends(row + offset",
-                "beyond = key < 0\n    if cut.masks_queries:\n"
-                "        beyond = beyond | (row + cut.block_M > lines.seqlen_q)\n    return _Tiles(\n"
-                "        Ends(row + offset",
+                "beyond = key + cut.block_N > lines.seqlen_k",
+                "beyond = key < 0",
             ),
             "packed lists: positions without alignment": (
                 "lines.seqlen_q.clamp(min=1) - 1, lines.seqlen_k - lines.seqlen_q",

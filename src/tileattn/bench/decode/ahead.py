@@ -14,7 +14,7 @@ from tileattn.bench.decode.methods import Method, Own, fixed, own_methods
 from tileattn.bench.decode.ratios.cases import suite
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob, lines_jobs
+from tileattn.kernels.tilelang.decode.job import DecodeJob, jobs_of
 from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.runtime.decoding import DecodeOptions, make_decode_call, with_variant
 from tileattn.runtime.dispatch import prepare_decode
@@ -39,9 +39,7 @@ def jobs(
             except NotImplementedError:  # its row will say so
                 continue
             if isinstance(phase, Decoding):
-                lines = () if phase.lines is None else lines_jobs(phase.call, phase.lines.queries)
-                jobs: tuple[AnyJob, ...] = (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None), *lines)
-                for job in jobs:
+                for job in jobs_of(phase.call, phase.config, phase.lines and phase.lines.queries):
                     found.setdefault(job.key, job)
     return sorted(found.values(), key=lambda job: isinstance(job, DecodeJob) and job.config is None)
 

@@ -204,14 +204,11 @@ def _tiles_by_queries(sizes: PackedSizes, cut: Cut, lines: _Lines, count: int) -
     row, offset = lines.number * cut.block_M, lines.seqlen_k - lines.seqlen_q
     last_row = torch.minimum(row + cut.block_M, lines.seqlen_q.clamp(min=1)) - 1
     key = torch.arange(0, count * cut.block_N, cut.block_N, device=row.device)
-    beyond = key + cut.block_N > lines.seqlen_k
-    if cut.masks_queries:
-        beyond = beyond | (row + cut.block_M > lines.seqlen_q)
     return _Tiles(
         Ends(row + offset, last_row + offset, _span_of_queries(sizes), cut.block_M - 1),
         Ends(key, key + (cut.block_N - 1), (0, count * cut.block_N - 1), cut.block_N - 1),
         lines.used & (key < lines.seqlen_k),
-        beyond,
+        _is_beyond(cut, lines, row, key),
     )
 
 
@@ -222,15 +219,18 @@ def _tiles_by_keys(sizes: PackedSizes, cut: Cut, lines: _Lines, count: int) -> _
     row = torch.arange(0, count * cut.block_M, cut.block_M, device=key.device)
     of_row = lines.seqlen_q.clamp(min=1) - 1, lines.seqlen_k - lines.seqlen_q
     first_row, last_row = (torch.minimum(each, of_row[0]) + of_row[1] for each in (row, row + (cut.block_M - 1)))
-    beyond = key + cut.block_N > lines.seqlen_k
-    if cut.masks_queries:
-        beyond = beyond | (row + cut.block_M > lines.seqlen_q)
     return _Tiles(
         Ends(first_row, last_row, _span_of_queries(sizes), cut.block_M - 1),
         Ends(key, last_key, (0, sizes.max_seqlen_k - 1), cut.block_N - 1),
         lines.used & (row < lines.seqlen_q),
-        beyond,
+        _is_beyond(cut, lines, row, key),
     )
+
+
+def _is_beyond(cut: Cut, lines: _Lines, row: Tensor, key: Tensor) -> Tensor:
+    """Whether tiles that begin at these rows and keys end beyond the last key, or query (`Cut.masks_queries`)."""
+    beyond = key + cut.block_N > lines.seqlen_k
+    return beyond | (row + cut.block_M > lines.seqlen_q) if cut.masks_queries else beyond
 
 
 def _span_of_queries(sizes: PackedSizes) -> tuple[int, int]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tileattn import Causal, Mask
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
-from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.kernels.tilelang.decode.launch import Decoding
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
 from tileattn.variant.key import encode
 from tileattn.variant.sparse.blocks import for_call
 
@@ -162,3 +163,20 @@ class Tensors:
         if case.rest:
             assert (o[0, -case.rest :] == 0).all()
             assert (lse[..., -case.rest :] == -math.inf).all()
+
+
+def check_calls(tensors: Tensors, decoding: Decoding, inputs: DecodeInputs, times: int, none: bool = False) -> Tensor:
+    """Calls `times` times by one plan, and then, with `none`, without a plan: all have the bits of the first, which is
+    right. Returns its o.
+
+    Counters are back at 0 after a call: the plan serves the next layer.
+    """
+    plan = decoding.plan(inputs)
+    with poisoned_memory():
+        o, lse = decoding(inputs, plan)
+    tensors.check(o, lse)
+    for given in [plan] * (times - 1) + [None] * none:
+        with poisoned_memory():
+            again, _ = decoding(inputs, given)
+        assert torch.equal(again, o)
+    return o

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
+from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors, check_calls
 from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_fields as fields
 from tileattn.call import cache_status, packed_status
@@ -22,7 +22,6 @@ from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.kernel import decode_kernel
 from tileattn.kernels.tilelang.decode.packed_keys import packed_keys_kernel
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
-from tileattn.testing import poisoned_memory
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.program import program
 
@@ -95,14 +94,7 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value, raising=False)
     tensors = Tensors(case)
     decoding, inputs = prepared(tensors, monkeypatch)
-    plan = decoding.plan(inputs)
-    with poisoned_memory():
-        o, lse = decoding(inputs, plan)
-    tensors.check(o, lse)
-    # Counters are back at 0: the plan serves the next layer.
-    with poisoned_memory():
-        again = decoding(inputs, plan)
-    assert torch.equal(again[0], o)
+    o = check_calls(tensors, decoding, inputs, times=2)
     for status in (cache_status, packed_status):
         assert not status.status_of(o.device).any()
 

@@ -10,13 +10,12 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
+from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors, check_calls
 from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit
 from tileattn.kernels.tilelang.decode import launch
 from tileattn.kernels.tilelang.decode.config import generic_default
-from tileattn.testing import poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -51,14 +50,7 @@ def test_decode(case: Case, schedule: str, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(launch, "default", generic_default)
     tensors = Tensors(case, "cuda")
     decoding, inputs = decoded(tensors)
-    plan = decoding.plan(inputs)
-    with poisoned_memory():
-        o, lse = decoding(inputs, plan)
-    tensors.check(o, lse)
-    for given in (plan, plan, None):
-        with poisoned_memory():
-            again, _ = decoding(inputs, given)
-        assert torch.equal(again, o)
+    check_calls(tensors, decoding, inputs, times=3, none=True)
     cache_status.check_caches()
 
 

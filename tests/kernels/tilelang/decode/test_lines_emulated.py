@@ -7,13 +7,12 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.kernels.tilelang.decode.cases import Case, Tensors
+from tests.kernels.tilelang.decode.cases import Case, Tensors, check_calls
 from tests.kernels.tilelang.decode.line_cases import CASES, poison_hidden
 from tests.kernels.tilelang.decode.test_emulated import TILE, prepared
 from tests.kernels.tilelang.decode.test_emulated import emulated as emulated
 from tileattn.call import cache_status, packed_status
 from tileattn.kernels.tilelang.decode.lines import visits
-from tileattn.testing import poisoned_memory
 from tileattn.testing.emulator.kernel import COMPILER
 
 pytestmark = [
@@ -29,13 +28,7 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert poison_hidden(tensors, TILE.block_N) > 0
     decoding, inputs = prepared(tensors, monkeypatch)
     assert decoding.call.listed
-    plan = decoding.plan(inputs)
-    with poisoned_memory():
-        o, lse = decoding(inputs, plan)
-    tensors.check(o, lse)
-    with poisoned_memory():
-        again = decoding(inputs, plan)
-    assert torch.equal(again[0], o)
+    o = check_calls(tensors, decoding, inputs, times=2)
     for status in (cache_status, packed_status):
         assert not status.status_of(o.device).any()
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("tilelang")
 
 import tileattn
-from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
+from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors, check_calls
 from tests.kernels.tilelang.decode.line_cases import SINKS, blocks, by_head, every_third, nothing, poison_hidden
 from tests.kernels.tilelang.decode.test_gpu import arch
 from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow, SoftCap
@@ -24,7 +24,7 @@ from tileattn.kernels.tilelang.decode import launch
 from tileattn.kernels.tilelang.decode.config import generic_default
 from tileattn.kernels.tilelang.decode.lines import launch as write_lines
 from tileattn.kernels.tilelang.decode.lines import visits
-from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.tuner.state import forget_prepared
 
 pytestmark = pytest.mark.gpu
@@ -86,14 +86,7 @@ def test_decode(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert poison_hidden(tensors, TILE) > 0 or name == "many"
     decoding, inputs = decoded(tensors)
     assert decoding.call.listed
-    plan = decoding.plan(inputs)
-    with poisoned_memory():
-        o, lse = decoding(inputs, plan)
-    tensors.check(o, lse)
-    for given in (plan, plan, None):
-        with poisoned_memory():
-            again, _ = decoding(inputs, given)
-        assert torch.equal(again, o)
+    check_calls(tensors, decoding, inputs, times=3, none=True)
     cache_status.check_caches()
 
 

@@ -99,3 +99,15 @@ class PackedKeysJob:
 
     def __str__(self) -> str:
         return f"decode: packed keys {self.arch}"
+
+
+def jobs_of(call: DecodeCall, config: Config, queries: int | None) -> tuple[DecodeJob | LinesJob | PackedKeysJob, ...]:
+    """The kernels of a call, that of attention first.
+
+    Args:
+        config: of the attention kernel.
+        queries: for how many the kernel is that makes the call's lines (lines/visits.py); None without lines.
+    """
+    packed_keys = [PackedKeysJob(call.arch)] * call.packed_keys
+    lines = () if queries is None else lines_jobs(call, queries)
+    return DecodeJob(call, config), DecodeJob(call, None), *packed_keys, *lines
