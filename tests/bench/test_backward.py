@@ -35,7 +35,7 @@ from tileattn.bench.oracle import gradients as gradient_oracle
 from tileattn.bench.oracle import output as oracle
 from tileattn.cli import workspaces
 from tileattn.measure import ceilings
-from tileattn.testing import oracle_attention
+from tileattn.testing import oracle_attention, oracle_gradients
 from tileattn.variant.key import normalize
 
 TRAINED = ("bias-bh+dbias", "bias-b1+dbias", "bias-11+alibi+dbias+sink")
@@ -109,6 +109,24 @@ def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch:
         value = value if gradient == "dbias" else value.transpose(1, 2)
         # Autograd returns float32: the inputs' dtype.
         torch.testing.assert_close(value, expected[gradient].float(), rtol=1e-5, atol=1e-6, msg=gradient)
+
+
+@pytest.mark.parametrize("name", ["causal", "causal+softcap30", "alibi+sink"])
+def test_an_error_of_dq_is_measured_by_its_terms(name: str) -> None:
+    """By the size of the tests' oracle: few keys leave a small dq, of which a rounded o leaves a large error."""
+    given = built(variant=name)
+    expected = gradient_oracle.build(given)
+    mask, score_mods = normalize(own.mask_of(given), own.score_mods_of(given), causal=False)
+    q, k, v = (x.detach().double().requires_grad_() for x in (given.q, given.k, given.v))
+    sink = None if given.sink is None else given.sink.double()
+    assert given.do is not None
+    exact, sizes = oracle_gradients({"q": q}, given.do, None, q, k, v, mask, score_mods, sink)
+    size = sizes["q"].transpose(1, 2)
+    torch.testing.assert_close(expected.sizes["dq"].abs(), size)
+    wrong = [x.clone() for x in gradients(BASELINES["eager"], given)]
+    wrong[0][1, 1, 2] += 0.5 * size[1, 2, 1].float()
+    norm = max(float(size[1, 2, 1].norm()), float(exact["q"][1, 1, 2].norm()))
+    assert expected.error(wrong) == pytest.approx(0.5 * float(size[1, 2, 1].norm()) / norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -13,7 +13,8 @@ probabilities, dP, dS, and each query head's dK and dV). Its error varies by cha
 worst counts: with sums over head dims forwards and backwards, and with dS in two ways. Autograd computes rowsum(P * dP)
 from a rounded dP. Fused kernels compute rowsum(dO * O), mathematically the same, from a rounded O, and do not round dP.
 The two differ in rows that see few keys, where large numbers cancel in dQ. In the first row of a causal mask dQ is
-zero: autograd's way is exact there, the other is not.
+zero: autograd's way is exact there, the other is not. So an error of dQ is relative to the size of its terms where that
+is larger, as in `tileattn.testing.oracle.oracle_gradients`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ from tileattn.testing.numerics import assert_accurate, row_error
 # A score costs about as much as this many of the forward pass.
 COST = 4
 
+SIZE_OF_DQ = "size of dq"
+
 
 @dataclass(frozen=True)
 class GradientOracle:
     """The expected gradients of the sampled heads in float64, and those of several runs of eager PyTorch.
 
     Both are by name in the order of `Problem.inputs`: dq (batches, heads, seqlen_q, head_dim), dk and dv (batches,
-    kv_heads, seqlen_k, head_dim or head_dim_v), dbias (batches or 1, heads or 1, seqlen_q, seqlen_k).
+    kv_heads, seqlen_k, head_dim or head_dim_v), dbias (batches or 1, heads or 1, seqlen_q, seqlen_k). `sizes` has the
+    size of the terms of dq, in its shape; the others sum over many queries.
     """
 
     problem: Problem
     sample: Sample
     expected: dict[str, Tensor]
+    sizes: dict[str, Tensor]
     eager: Sequence[dict[str, Tensor]]
 
     def error(self, gradients: Sequence[Tensor]) -> float:
@@ -54,14 +59,18 @@ class GradientOracle:
         gradients: In the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
         """
         checked = self.sampled(gradients)
-        errors = [row_error(checked[name], self.expected[name], gradient=True).worst_row for name in checked]
+        errors = [
+            row_error(checked[name], self.expected[name], gradient=True, size=self.sizes.get(name)).worst_row
+            for name in checked
+        ]
         # Not `max`, which loses a NaN that is not the first.
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
     def check(self, gradients: Sequence[Tensor]) -> None:
         """Asserts the tolerance rule."""
         for name, got in self.sampled(gradients).items():
-            assert_accurate(name, got, self.expected[name], [run[name] for run in self.eager], gradient=True)
+            runs = [run[name] for run in self.eager]
+            assert_accurate(name, got, self.expected[name], runs, gradient=True, size=self.sizes.get(name))
 
     def sampled(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """The checked part of the gradients, in the shapes of the expected ones."""
@@ -82,9 +91,10 @@ class GradientOracle:
 def build(problem: Problem, most: int | None = None) -> GradientOracle:
     """Computes the checked gradients of a problem, in float64 and in its own dtype. most: As for `sample`."""
     chosen = sample(problem.case, problem.q.device, most)
-    exact = _gradients(problem, chosen, _Way(torch.float64, _plainly))
+    exact = _gradients(problem, chosen, _Way(torch.float64, _plainly, sizes=True))
+    sizes = {"dq": exact.pop(SIZE_OF_DQ)}
     ways = [_Way(problem.q.dtype, *way) for way in product((_plainly, _by_delta), (False, True))]
-    return GradientOracle(problem, chosen, exact, [_gradients(problem, chosen, way) for way in ways])
+    return GradientOracle(problem, chosen, exact, sizes, [_gradients(problem, chosen, way) for way in ways])
 
 
 def sample(case: Case, device: torch.device, most: int | None = None) -> Sample:
@@ -130,11 +140,13 @@ class _Way:
     """One way to compute gradients: the dtype, and whether sums over the head dims run backwards.
 
     softmax: from logits, probabilities, dO and V of some rows to the gradient of the logits.
+    sizes: whether the size of dQ's terms is computed, too.
     """
 
     dtype: torch.dtype
     softmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     backwards: bool = False
+    sizes: bool = False
 
     def tensor(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         """(seqlen, heads, dim) -> (chosen heads, seqlen, dim)."""
@@ -149,7 +161,7 @@ class _Way:
 
 def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
     """The sampled gradients."""
-    by_name: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
+    by_name: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": [], **({SIZE_OF_DQ: []} if way.sizes else {})}
     dbias = _no_dbias(problem, chosen, way.sums)
     for place, b in enumerate(chosen.batches):
         into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
@@ -168,16 +180,17 @@ def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | 
     return problem.q.new_zeros(shape, dtype=dtype)
 
 
-def _of_batch_element(
-    problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of batch element b; `dbias` (heads or 1, seqlen_q, seqlen_k) is added to."""
+def _of_batch_element(problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None) -> tuple[Tensor, ...]:
+    """dq, dk and dv of batch element b, and the size of dq if it is wanted.
+
+    dbias: (heads or 1, seqlen_q, seqlen_k), to which the gradient of the bias is added.
+    """
     case = problem.case
     assert problem.do is not None
     shared = [h // (case.heads // case.kv_heads) for h in chosen.heads]
     q, do = (way.tensor(x[b], chosen.heads) for x in (problem.q, problem.do))
     k, v = (way.tensor(x[b], shared) for x in (problem.k, problem.v))
-    dq = torch.empty_like(q)
+    dq, size = torch.empty_like(q), torch.empty_like(q if way.sizes else q[:0])
     dk, dv = (torch.zeros_like(x, dtype=way.sums) for x in (k, v))
     for rows in oracle.chunks(problem, chosen):
         scores = (q[:, rows] @ k.mT * problem.scale).requires_grad_()
@@ -192,7 +205,10 @@ def _of_batch_element(
             leaf = logits.detach().requires_grad_()
             p = oracle.probabilities(leaf, empty, case.seqlen_k)
         dlogits = way.softmax(leaf, p, do[:, rows], v)
-        ds, *of_bias = torch.autograd.grad(logits, inputs, dlogits)
+        ds, *of_bias = torch.autograd.grad(logits, inputs, dlogits, retain_graph=way.sizes)
+        if way.sizes:
+            terms = torch.autograd.grad(logits, scores, _size_of_terms(logits, p, do[:, rows], v))[0]
+            size[:, rows] = terms * problem.scale @ k
         if dbias is not None:
             dbias[:, rows] += of_bias[0].to(dbias.dtype).sum_to_size(len(dbias), *ds.shape[1:])
         ds = ds * problem.scale
@@ -201,7 +217,8 @@ def _of_batch_element(
         dv += p.detach().mT.to(dv.dtype) @ do[:, rows].to(dv.dtype)
     # Query heads that share a key and a value: each rounds its own part.
     dk, dv = (x.to(way.dtype).unflatten(0, (-1, case.heads // case.kv_heads)).sum(dim=1) for x in (dk, dv))
-    return (dq.flip(-1), dk.flip(-1), dv.flip(-1)) if way.backwards else (dq, dk, dv)
+    found = (dq, dk, dv, *[size] * way.sizes)
+    return tuple(x.flip(-1) for x in found) if way.backwards else found
 
 
 def _plainly(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
@@ -214,6 +231,18 @@ def _by_delta(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
     p = p.detach()
     o, do, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p @ v, do, v))
     delta = (do * o).sum(dim=-1, keepdim=True)
-    dlogits = torch.zeros_like(logits)  # a sink's stays zero: its gradient is not checked
-    dlogits[..., : p.shape[-1]] = p * (do @ v.mT - delta)
+    return _of_logits(logits, p * (do @ v.mT - delta))
+
+
+def _size_of_terms(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
+    """The same formula, with the size of the terms of each inner product in its place: what does not cancel."""
+    p = p.detach()
+    delta = ((do * (p @ v)) ** 2).sum(dim=-1, keepdim=True).sqrt()
+    return _of_logits(logits, p * ((do**2 @ (v**2).mT).sqrt() + delta))
+
+
+def _of_logits(logits: Tensor, of_keys: Tensor) -> Tensor:
+    """The gradient of all logits, of which those of keys come first. A sink's stays zero: it is not checked."""
+    dlogits = torch.zeros_like(logits)
+    dlogits[..., : of_keys.shape[-1]] = of_keys
     return dlogits

@@ -29,6 +29,7 @@ class Compared(NamedTuple):
     got: Tensor
     expected: Tensor
     eager: list[Tensor]
+    size: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class PackedOracle:
         """The largest error of a row of o or, where a problem has gradients, of these; NaN if any is NaN."""
         gradient = not isinstance(result, Tensor)
         errors = [
-            row_error(each.got, each.expected, gradient=gradient).worst_row for each in self._compared(result).values()
+            row_error(each.got, each.expected, gradient=gradient, size=each.size).worst_row
+            for each in self._compared(result).values()
         ]
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
@@ -51,7 +53,7 @@ class PackedOracle:
         """Asserts the tolerance rule."""
         gradient = not isinstance(result, Tensor)
         for name, each in self._compared(result).items():
-            assert_accurate(name, each.got, each.expected, each.eager, gradient=gradient)
+            assert_accurate(name, each.got, each.expected, each.eager, gradient=gradient, size=each.size)
 
     def _compared(self, result: Tensor | Sequence[Tensor]) -> dict[str, Compared]:
         each = [_compare(part, span, result) for span, part in zip(self.spans, self.parts)]
@@ -64,12 +66,21 @@ def _compare(part: Oracle | GradientOracle, span: slice, result: Tensor | Sequen
         assert isinstance(result, Tensor)
         return {"o": Compared(part.sampled(result[None, span]), part.expected, [part.eager])}
     got = part.sampled([gradient[None, span] for gradient in result])
-    return {name: Compared(x, part.expected[name], [run[name] for run in part.eager]) for name, x in got.items()}
+    return {
+        name: Compared(x, part.expected[name], [run[name] for run in part.eager], part.sizes.get(name))
+        for name, x in got.items()
+    }
 
 
 def _joined(parts: Sequence[Compared]) -> Compared:
     runs = zip(*(part.eager for part in parts))
-    return Compared(_rows(part.got for part in parts), _rows(part.expected for part in parts), list(map(_rows, runs)))
+    sizes = [part.size for part in parts if part.size is not None]
+    return Compared(
+        _rows(part.got for part in parts),
+        _rows(part.expected for part in parts),
+        list(map(_rows, runs)),
+        _rows(sizes) if sizes else None,
+    )
 
 
 def _rows(tensors: Iterable[Tensor]) -> Tensor:
