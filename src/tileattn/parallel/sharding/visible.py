@@ -2,7 +2,7 @@
 
 A user's function has no range of keys, and of masks joined by `|` the range is a hull. The interval analysis
 (:mod:`tileattn.variant.intervals`) says of blocks of keys that a run of queries sees nothing of them; those at the ends
-of the range need not be fetched. Tensors are read on their device, and the host waits once for the answer.
+of the range need not be fetched. Tensors are read on their device, and the host waits for the answer.
 """
 
 from __future__ import annotations
