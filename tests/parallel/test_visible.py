@@ -87,15 +87,8 @@ def test_areas_are_those_of_the_keys_that_are_seen() -> None:
         assert theirs <= ours <= theirs + 2 * BLOCK * (run.stop - run.start)
 
 
-def test_a_masks_own_ranges_stay_where_its_tensors_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan keeps for a mask is not made again when a tensor is written in place."""
-    width = torch.tensor([10])
-
-    def loaded(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k <= q) & (q - k < width[0])
-
+def test_a_masks_own_ranges_stay_where_it_has_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = sequence_layout("contiguous", SEQLEN, 2)
-    assert key_ranges(FunctionMask(loaded), layout, RUNS, 1, 1) == [(0, SEQLEN)] * len(RUNS)
     assert key_ranges(tileattn.Causal(), layout, RUNS, 1, 1) == [(0, run.stop) for run in RUNS]
     monkeypatch.setattr(visible, "MOST_BLOCKS", 10)
     assert key_ranges(MASKS["window"], layout, RUNS, 1, 1) == [(0, SEQLEN)] * len(RUNS)

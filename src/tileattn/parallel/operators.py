@@ -19,7 +19,8 @@ from torch import Tensor
 from ..call.dropout import draw_seed
 from ..call.fp8 import accumulator
 from ..call.inputs import Operands
-from ..variant.key import encode, normalize
+from ..variant.evaluated import call, values_of
+from ..variant.key import encode, field_names, normalize
 from ..variant.masks import Mask
 from ..variant.program import decode
 from .algorithms.autograd import run_backward, run_forward
@@ -68,6 +69,16 @@ def _without_tensors(variant: str, ints: tuple[int, ...], floats: tuple[float, .
     return decode(variant, Operands([], list(ints), list(floats)))
 
 
+def _with_tensors(value: Any, values: dict[str, Any]) -> Any:
+    """A decoded mask or modification whose functions hold the tensors that their expressions name."""
+    if isinstance(value, functools.partial) and value.func is call:
+        return functools.partial(call, value.args[0], values, *value.args[2:])
+    if isinstance(value, Mask):
+        for name in field_names(type(value)):
+            object.__setattr__(value, name, _with_tensors(getattr(value, name), values))
+    return value
+
+
 def _given(
     sink: Tensor | None,
     variant: str,
@@ -79,7 +90,9 @@ def _given(
     """The arguments of `Plan.attention`. others: of the operators, from the scale on."""
     scale, dropout_p, return_lse, deterministic, backend, algorithm, head_groups = others
     if tensors:
-        mask, mods = decode(variant, Operands(list(tensors), list(ints), list(floats)))
+        operands = Operands(list(tensors), list(ints), list(floats))
+        decoded, values = decode(variant, operands), values_of(operands)
+        mask, mods = _with_tensors(decoded[0], values), tuple(_with_tensors(mod, values) for mod in decoded[1])
     else:
         mask, mods = _without_tensors(variant, tuple(ints), tuple(floats))
     return Given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from ..call.dropout import draw_seed
 from ..runtime.run import MaskLike, ScoreModLike, autocast
-from ..variant.key import encode, normalize
-from ..variant.masks import Causal, Mask
+from ..variant.key import normalize
+from ..variant.masks import Causal
 from . import operators
 from .algorithms.autograd import Work, attend
 from .algorithms.call import Call, Operands
@@ -25,6 +24,7 @@ from .prediction.cost import Choice, Model, Shape, choose, named, with_groups
 from .prediction.topology import Topology
 from .prepare import Checked, Given, checked, digest, with_numbers
 from .sharding.arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
+from .sharding.contents import Ask, Kept, ask_of
 from .sharding.documents import documents_layout
 from .sharding.layout import Run, Span, sequence_layout
 from .sharding.ranges import key_ranges
@@ -42,13 +42,14 @@ class Traffic(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A call whose arguments are right, and what all ranks must have in common."""
+    """A call whose arguments are right, and what all ranks must have in common, outside of captures and in one."""
 
     call: Call
     work: Work
     operands: Operands
     return_lse: bool
     signature: Signature
+    captured: Signature
 
 
 class Plan:
@@ -107,8 +108,7 @@ class Plan:
         self._agreement = _agreement(group, self.rank, check == "always")
         self._link = Link(group, self.rank, self._agreement.watch, self._agreement.explain)
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
-        self._works: dict[Any, dict[Any, Any]] = {}
-        self._works_of_tensors: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._kept = Kept()
         self._number = operators.registered(self)
 
     def __repr__(self) -> str:
@@ -264,7 +264,7 @@ class Plan:
         except Exception as error:
             self._agreement.refuse(error)
             raise
-        self._agreement.agree(prepared.signature, is_capturing(rows[0]))
+        self._agreement.agree(prepared.signature, is_capturing(rows[0]), prepared.captured)
         if not prepared.call.dropout_p:
             return prepared
         seed = self._link.from_first(draw_seed(rows[0].device) if seed is None else seed, self.ranks)
@@ -275,39 +275,44 @@ class Plan:
     ) -> Prepared:
         """A call whose arguments are right, as far as this rank can tell."""
         arguments = checked(self._layout, self.rank, rows, with_numbers(given), requires)
-        work, reached = self._work(arguments, rows[0], rows[2])
-        extra = {"the plan": self._text, "the keys that the mask reaches": reached}
+        ask = ask_of(arguments.mask, arguments.given[1].tensors, is_capturing(rows[0]))
+        work, reached = self._work(arguments, rows[0], rows[2], ask)
+        lasting = reached if ask is Ask.LASTING else self._work(arguments, rows[0], rows[2], Ask.LASTING)[1]
         call = Call(
             self._layout, self.rank, self._link, self._agreement, arguments.mask, arguments.mods, arguments.scale,
             arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local, arguments.heads[0],
             arguments.dropout_p,
         )  # fmt: skip
-        signature = {"the call": "attention", **arguments.signature, **extra}
-        return Prepared(call, work, arguments.operands, arguments.return_lse, signature)
+        common = {"the call": "attention", **arguments.signature, "the plan": self._text}
+        signature, captured = (
+            {**common, "the keys that the mask reaches": each, "the keys that it may reach": lasting}
+            for each in (reached, lasting)
+        )
+        return Prepared(call, work, arguments.operands, arguments.return_lse, signature, captured)
 
-    def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:
+    def _work(self, arguments: Checked, q: Tensor, v: Tensor, ask: Ask) -> tuple[Work, str]:
         """This rank's work, and a digest of the ranges of keys that it is made for."""
-        choice = self._choice(arguments, q, v)
+        choice = self._choice(arguments, q, v, ask)
         if any(arguments.local) and choice.inner > 1:
             raise ValueError(
                 f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {choice.algorithm!r}; "
                 f"give it whole, (batch or 1, heads or 1, {self.seqlen}, {self.seqlen})"
             )
-        kept = self._kept(arguments.mask)
+        kept = self._kept.of(*arguments.given, ask)
         key = (choice, arguments.heads, q.shape[0])
         if key not in kept:
-            kept[key] = self._made(choice, arguments, q.shape[0])
+            kept[key] = self._made(choice, arguments, q.shape[0], ask)
         found: tuple[Work, str] = kept[key]
         return found
 
-    def _made(self, choice: Choice, arguments: Checked, batch: int) -> tuple[Work, str]:
+    def _made(self, choice: Choice, arguments: Checked, batch: int, ask: Ask) -> tuple[Work, str]:
         layout, heads, mask = self._layout, arguments.heads, arguments.mask
         known: dict[Run, Span] = {}
 
         def ranges(of: Sequence[Run]) -> list[Span]:
             new = [run for run in of if run not in known]
             if new:
-                known.update(zip(new, key_ranges(mask, layout, new, batch, heads[0])))
+                known.update(zip(new, key_ranges(mask, layout, new, batch, heads[0], ask)))
             return [known[run] for run in of]
 
         ranges(sorted({run for each in assign(layout, heads[0], choice.inner).runs for run in each}))
@@ -318,29 +323,17 @@ class Plan:
             work = gather_work(layout, self.rank, ranges, heads, choice.inner, choice.both_groups)
         return work, digest(str((choice, sorted(known.items()))))
 
-    def _kept(self, mask: Mask | None) -> dict[Any, Any]:
-        """What was computed for a mask: for one with tensors as long as it is there."""
-        key, operands = encode(mask, ())
-        if not operands.tensors:
-            if len(self._works) >= 64:
-                self._works.clear()
-            return self._works.setdefault((key, *operands.ints, *operands.floats), {})
-        try:
-            return self._works_of_tensors.setdefault(mask, {})
-        except TypeError:  # a user's class that cannot be hashed
-            return {}
-
-    def _choice(self, arguments: Checked, q: Tensor, v: Tensor) -> Choice:
+    def _choice(self, arguments: Checked, q: Tensor, v: Tensor, ask: Ask) -> Choice:
         """The algorithm, how many ranks share rows by heads, and the groups of heads."""
         name, groups, topology = arguments.algorithm, arguments.head_groups, Topology(self.ranks, self.node)
         if name != "auto" or self.ranks == 1:
             return named(topology, "gather" if name == "auto" else name, groups)
         mask = arguments.mask
-        kept = self._kept(mask)
+        kept = self._kept.of(*arguments.given, ask)
         shape = Shape(q.shape[0], *arguments.heads, q.shape[3], v.shape[3], q.element_size())
         key = (shape, arguments.needs_grad, any(arguments.local))
         if key not in kept:
-            model = Model(topology, self._layout, mask, shape)
+            model = Model(topology, self._layout, mask, shape, ask)
             kept[key] = choose(model, arguments.needs_grad, any(arguments.local))
         return with_groups(kept[key], groups)
 

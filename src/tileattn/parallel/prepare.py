@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..call.dropout import GROUP
 from ..call.fp8 import FP8
+from ..call.inputs import Operands as VariantOperands
 from ..call.scalars import as_float, as_int
 from ..call.validation import check_arguments, check_flags
 from ..runtime.dispatch import check_name
@@ -55,6 +56,7 @@ class Checked(NamedTuple):
 
     Attributes:
         mask, mods: normalised.
+        given: the key and the operands of the mask as the user gave it, by which what is computed for it is kept.
         operands: sink and the variant's tensors.
         local: for each tensor of the variant, whether it has the rows of this rank's queries only.
         scale: a number.
@@ -66,6 +68,7 @@ class Checked(NamedTuple):
 
     mask: Mask | None
     mods: tuple[ScoreFn, ...]
+    given: tuple[str, VariantOperands]
     operands: Operands
     local: tuple[bool, ...]
     scale: float
@@ -103,12 +106,14 @@ def checked(
     )
     check_name(given.backend)
     check_algorithm(given.algorithm, given.head_groups, k.shape[2])
-    mask, mods = normalize(given.mask, given.score_mod, causal)
-    mask = _in_call(layout, q, k, mask)
+    of_user, mods = normalize(given.mask, given.score_mod, causal)
+    mask = _in_call(layout, q, k, of_user)
     _check_variant(layout, rank, q, mask, mods)
     key, operands = encode(mask, mods)
     check_operand_devices(operands.tensors, q)
-    local = _local(layout, rank, mask, mods)
+    of_mask = encode(mask, ())
+    of_given = of_mask if mask is of_user else encode(of_user, ())
+    local = _local(layout, rank, len(of_mask[1].tensors), mods)
     if given.dropout_p and any(local):
         _check_begins(layout)
     tensors = tuple(operands.tensors)
@@ -137,7 +142,7 @@ def checked(
         "which inputs require gradients": str(needs_grad and list(requires)),
     }
     return Checked(
-        mask, mods, Operands(given.sink, tensors), local, scale, given.dropout_p, return_lse, deterministic,
+        mask, mods, of_given, Operands(given.sink, tensors), local, scale, given.dropout_p, return_lse, deterministic,
         given.backend, given.algorithm, given.head_groups, needs_grad, (q.shape[2], k.shape[2]), signature,
     )  # fmt: skip
 
@@ -219,8 +224,9 @@ def _check_begins(layout: Layout) -> None:
         )
 
 
-def _local(layout: Layout, rank: int, mask: Mask | None, mods: Sequence[ScoreFn]) -> tuple[bool, ...]:
-    local = [False] * len(encode(mask, ())[1].tensors)
+def _local(layout: Layout, rank: int, of_mask: int, mods: Sequence[ScoreFn]) -> tuple[bool, ...]:
+    """For each tensor, `of_mask` of a mask and then those of modifications, whether it has local rows."""
+    local = [False] * of_mask
     for mod in mods:
         local += [is_local_bias(mod, layout, rank)] * len(encode(None, (mod,))[1].tensors)
     return tuple(local)

@@ -8,6 +8,7 @@ PLAN, CONFORMANCE = ("parallel/test_plan.py",), ("parallel/test_conformance.py",
 GROUPS = ("parallel/test_groups.py",)
 WINDOWS, SHIFTED = ("parallel/test_windows.py",), ("parallel/test_shifted.py",)
 AGREEMENT, DOCUMENTS = ("parallel/test_agreement.py",), ("parallel/test_documents.py",)
+CONTENTS, RANKS_OF_CONTENTS = ("parallel/test_contents.py",), ("parallel/test_contents_ranks.py",)
 DROPOUT, COMPILE = ("parallel/test_dropout.py",), ("parallel/test_compile.py",)
 
 MUTANTS: list[Mutant] = [
@@ -32,8 +33,53 @@ MUTANTS: list[Mutant] = [
         ("parallel/test_visible.py",),
         {
             "parallel: a user's mask is asked for one head": ("if by_h else 0)", "if False else 0)"),
-            "parallel: keys by tensors that may change": ("if operands.tensors or planes", "if planes"),
             "parallel: the last block that is seen is left out": ("visible, key_lo + BLOCK, 0", "visible, key_lo, 0"),
+        },
+    ),
+    *mutants(
+        "parallel/sharding/visible.py",
+        CONTENTS,
+        {
+            "parallel: a capture reads tensors": (
+                "if operands.tensors and (not reading or",
+                "if operands.tensors and (",
+            ),
+            "parallel: a large matrix is read": ("and values[name].numel() > MOST_BLOCKS", "and False"),
+        },
+    ),
+    *mutants(
+        "parallel/sharding/ranges.py",
+        CONTENTS,
+        {
+            "parallel: ranges that are read last": (
+                "if ask is Ask.LASTING and not is_settled(mask):",
+                "if False:",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/sharding/contents.py",
+        CONTENTS,
+        {
+            "parallel: keys of a tensor before it was written": ("entry.versions != versions", "False"),
+            "parallel: keys of a tensor that is gone": (
+                "any(ref() is None for ref in entry.tensors)]",
+                "False]",
+            ),
+            "parallel: a part that reads is settled": (
+                "return is_settled(mask.x) and is_settled(mask.y)",
+                "return is_settled(mask.x) or is_settled(mask.y)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/plan.py",
+        RANKS_OF_CONTENTS,
+        {
+            "parallel: a capture is not agreed on with its call": (
+                "is_capturing(rows[0]), prepared.captured)",
+                "is_capturing(rows[0]))",
+            ),
         },
     ),
     *mutants(
@@ -165,8 +211,8 @@ MUTANTS: list[Mutant] = [
                 "seed = draw_seed(rows[0].device) if seed is None else seed",
             ),
             "parallel: a capture agrees": (
-                "self._agreement.agree(prepared.signature, is_capturing(rows[0]))",
-                "self._agreement.agree(prepared.signature)",
+                "self._agreement.agree(prepared.signature, is_capturing(rows[0]),",
+                "self._agreement.agree(prepared.signature, False,",
             ),
         },
     ),

@@ -59,12 +59,14 @@ class Agreement:
         """Counts a call. Each rank makes the same calls in the same order."""
         self.call += 1
 
-    def agree(self, signature: Signature, capturing: bool = False) -> None:
+    def agree(self, signature: Signature, capturing: bool = False, captured: Signature | None = None) -> None:
         """Returns if all ranks have the same signature at this call.
 
         Args:
             signature: of this rank.
             capturing: whether the call is captured in a CUDA graph.
+            captured: the signature that the same call has in a capture. It follows from what ranks agree on here, so it
+                counts as agreed on.
 
         Raises:
             RuntimeError: ranks would have to agree during a capture.
@@ -87,7 +89,9 @@ class Agreement:
         self.agreed_at = self.call
         self.compare(answers)
         self.seen[text] = None
-        if len(self.seen) > _REMEMBERED:
+        if captured is not None:
+            self.seen[json.dumps(captured)] = None
+        while len(self.seen) > _REMEMBERED:
             self.seen.popitem(last=False)
 
     def refuse(self, error: Exception) -> None:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...variant.masks import Mask
+from ..sharding.contents import Ask
 from ..sharding.groups import backward_groups, forward_groups
 from ..sharding.layout import Cover, Layout, Run, Span, joined
 from ..sharding.own import separated
@@ -72,12 +73,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The cost of calls with one mask and shape."""
+    """The cost of calls with one mask and shape. ask: what the mask may be asked."""
 
     topology: Topology
     layout: Layout
     mask: Mask | None
     shape: Shape
+    ask: Ask = Ask.NOW
     _loads: dict[int, list[Load]] = field(default_factory=dict, compare=False, repr=False)
 
     def loads(self, inner: int) -> list[Load]:
@@ -91,7 +93,7 @@ class Model:
         group = shape.heads // shape.kv_heads
         assignment = assign(layout, shape.heads, inner)
         runs = sorted({run for each in assignment.runs for run in each})
-        asked = (self.mask, layout, runs, shape.batch, shape.heads)
+        asked = (self.mask, layout, runs, shape.batch, shape.heads, self.ask)
         reached = dict(zip(runs, key_ranges(*asked))) if runs else {}
         of_runs = dict(zip(runs, areas(*asked)))
         needed = needed_keys(layout, assignment, lambda of: [reached[run] for run in of])
@@ -126,11 +128,11 @@ class Model:
         asked, shape = (self.mask, self.layout), self.shape
 
         def ranges(runs: Sequence[Run]) -> list[Span]:
-            return key_ranges(*asked, runs, shape.batch, shape.heads)
+            return key_ranges(*asked, runs, shape.batch, shape.heads, self.ask)
 
         of_ranks = [[each.run for each in queries.own] for queries in separated(self.layout, ranges)]
         every = [run for runs in of_ranks for run in runs]
-        found = dict(zip(every, areas(*asked, every, shape.batch, shape.heads) if every else ()))
+        found = dict(zip(every, areas(*asked, every, shape.batch, shape.heads, self.ask) if every else ()))
         return [sum(found[run] for run in runs) for runs in of_ranks]
 
     def _tokens(self) -> Callable[[int, Sequence[Span], int], tuple[int, int, int]]:

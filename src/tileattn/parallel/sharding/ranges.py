@@ -1,8 +1,8 @@
 """What the tile ranges of a mask say about keys: those that a run of queries needs, and the area of its scores.
 
 `Mask.kv_range` answers for one (batch, head, queries); here it is asked for all batch elements and heads of many runs
-at once. A mask with tensors on a GPU makes the host wait once for each mask and plan. Of masks without ranges the
-expression tells (visible.py).
+at once. Of masks without ranges the expression tells (visible.py). What is read off tensors on a GPU makes the host
+wait; how long an answer is kept is said in contents.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...variant.masks import Mask
+from .contents import Ask, is_settled, reads_tensors
 from .layout import Layout, Run, Span
 from .visible import Asked, seen
 
@@ -33,21 +34,25 @@ def _devices(mask: Mask | None) -> Iterator[torch.device]:
             yield from _devices(value)
 
 
-def key_ranges(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> list[Span]:
+def key_ranges(
+    mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int, ask: Ask = Ask.NOW
+) -> list[Span]:
     """The keys of its sequence that each run may see, clamped; at least one key for each run.
 
     A run that sees no key gets one that the mask hides: its rows then have o = 0 and lse = -inf (or the sink), as on
     one device.
     """
     sequences, first, stop = _columns(runs)
-    starts, stops = _asked(mask, layout, sequences, first, stop - 1, batch, heads)
+    starts, stops = _asked(mask, layout, sequences, first, stop - 1, batch, heads, ask)
     return [
         (start, stop) if start < stop else (run.start, run.start + 1)
         for run, start, stop in zip(runs, starts.tolist(), stops.tolist())
     ]
 
 
-def areas(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> list[int]:
+def areas(
+    mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int, ask: Ask = Ask.NOW
+) -> list[int]:
     """Scores that each run computes, for one batch element and head: of each 256 queries all keys of their range.
 
     Thousands of ranks have a hundred thousand runs, so tiles are rows of tensors here, not Python's objects.
@@ -58,7 +63,7 @@ def areas(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, he
     place = torch.arange(len(number)) - (tiles.cumsum(0) - tiles)[number]
     first = begin[number] + place * _ROWS
     stop = torch.minimum(first + _ROWS, end[number])
-    starts, stops = _asked(mask, layout, sequences[number], first, stop - 1, batch, heads)
+    starts, stops = _asked(mask, layout, sequences[number], first, stop - 1, batch, heads, ask)
     # A tile on the diagonal of a causal mask counts whole, as a kernel computes it; one without keys is still a call.
     of_tiles = (stop - first) * (stops - starts).clamp(min=1)
     return torch.zeros(len(runs), dtype=torch.int64).index_add_(0, number, of_tiles).tolist()
@@ -77,12 +82,40 @@ def _asked(
     last: Tensor,
     batch: int,
     heads: int,
+    ask: Ask,
 ) -> tuple[Tensor, Tensor]:
     """The smallest start and the largest stop over batch elements and heads, within the sequence."""
     lengths = torch.tensor(layout.bounds).diff()[sequences]
     if mask is None or batch == 0 or not len(first):  # without a batch element there is nobody to ask
         return torch.zeros_like(first), lengths
-    device = device_of(mask, torch.device("cpu"))
+    none = torch.zeros_like(lengths)
+    if ask is Ask.LASTING and not is_settled(mask):
+        low, high = none, lengths
+    else:
+        low, high = _by_ranges(mask, layout, sequences, first, last, lengths, batch, heads)
+    of_runs = sequences if layout.packed else None
+    blocks = None
+    if ask is not Ask.RANGES:
+        blocks = seen(mask, Asked(of_runs, first, last, lengths, batch, heads), reading=ask is Ask.NOW)
+    if blocks is not None:
+        low, high = low.maximum(blocks[0]), high.minimum(blocks[1])
+    return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)
+
+
+def _by_ranges(
+    mask: Mask,
+    layout: Layout,
+    sequences: Tensor,
+    first: Tensor,
+    last: Tensor,
+    lengths: Tensor,
+    batch: int,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """By the mask's own ranges, on the host."""
+    device = torch.device("cpu")
+    if reads_tensors(mask):
+        device = device_of(mask, device)
 
     def column(values: Tensor) -> Tensor:
         return values.to(device)[:, None, None]
@@ -92,9 +125,4 @@ def _asked(
     found: Any = mask.kv_range(b, h, column(first), column(last), column(lengths))
     size = (len(first), 1 if layout.packed else batch, heads)
     low, high = (torch.as_tensor(end, device=device).broadcast_to(size) for end in found)
-    none = torch.zeros_like(lengths)
-    low, high = low.amin((1, 2)).cpu(), high.amax((1, 2)).cpu()
-    blocks = seen(mask, Asked(sequences if layout.packed else None, first, last, lengths, batch, heads))
-    if blocks is not None:
-        low, high = low.maximum(blocks[0]), high.minimum(blocks[1])
-    return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)
+    return low.amin((1, 2)).cpu(), high.amax((1, 2)).cpu()

@@ -2,8 +2,7 @@
 
 A user's function has no range of keys, and of masks joined by `|` the range is a hull. The interval analysis
 (:mod:`tileattn.variant.intervals`) says of blocks of keys that a run of queries sees nothing of them; those at the ends
-of the range need not be fetched. For masks without tensors only: what a tensor holds may change from call to call,
-while ranges are kept.
+of the range need not be fetched. Tensors are read on their device, and the host waits for the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...variant.evaluated import knows_ranges, values_of
-from ...variant.expression import has_symbol
+from ...variant.expression import TensorSymbol, has_symbol, nodes
 from ...variant.intervals.tiles import Kind, numbers, tile_kinds
 from ...variant.intervals.values import Ends
 from ...variant.key import encode
@@ -22,7 +21,9 @@ from ...variant.masks import Mask
 from ...variant.program import program
 
 BLOCK = 128  # keys that are fetched or left out together, at the ends of a range
-MOST_BLOCKS = 2**21  # of all runs, batch elements and heads; the ranges of more are left as they are
+# Of all runs, batch elements and heads; the ranges of more are left as they are. So many elements may a table have that
+# is read by query and key together: its bounds take several passes over it.
+MOST_BLOCKS = 2**21
 
 
 class Asked(NamedTuple):
@@ -43,10 +44,12 @@ class Asked(NamedTuple):
     heads: int
 
 
-def seen(mask: Mask, asked: Asked) -> tuple[Tensor, Tensor] | None:
+def seen(mask: Mask, asked: Asked, reading: bool) -> tuple[Tensor, Tensor] | None:
     """The first block of keys that each run may see, and the end of the last one, in keys, each (runs,) on the host.
 
     Where a run sees nothing the end is 0. None where the mask's own ranges are all that is known.
+
+    reading: whether the mask's tensors may be read.
     """
     if knows_ranges(mask):
         return None
@@ -55,16 +58,33 @@ def seen(mask: Mask, asked: Asked) -> tuple[Tensor, Tensor] | None:
     by_b, by_h = has_symbol(allows, "b"), has_symbol(allows, "h")
     count = -(-int(asked.lengths.max()) // BLOCK)
     planes = (asked.batch if by_b and asked.b is None else 1) * (asked.heads if by_h else 1)
-    if operands.tensors or planes * len(asked.first) * count > MOST_BLOCKS:
+    if planes * len(asked.first) * count > MOST_BLOCKS:
         return None
-    key_lo = torch.arange(0, count * BLOCK, BLOCK)
+    values = values_of(operands)
+    if operands.tensors and (not reading or _reads_large_matrix(allows, values)):
+        return None
+    device = operands.tensors[0].device if operands.tensors else torch.device("cpu")
+    key_lo = torch.arange(0, count * BLOCK, BLOCK, device=device)
     span = int(asked.first.min()), int(asked.last.max())
-    q = Ends(asked.first[:, None], asked.last[:, None], span, int((asked.last - asked.first).max()))
+    first, last = (each[:, None].to(device) for each in (asked.first, asked.last))
+    q = Ends(first, last, span, int((asked.last - asked.first).max()))
     k = Ends(key_lo, key_lo + (BLOCK - 1), (0, count * BLOCK - 1), BLOCK - 1)
     b: Any = 0
     if by_b:
-        b = numbers(asked.batch, 4) if asked.b is None else asked.b[:, None]
-    kinds = tile_kinds(allows, values_of(operands), q, k, b, numbers(asked.heads, 3) if by_h else 0)
+        b = numbers(asked.batch, 4, device) if asked.b is None else asked.b[:, None].to(device)
+    kinds = tile_kinds(allows, values, q, k, b, numbers(asked.heads, 3, device) if by_h else 0)
     visible = (kinds != Kind.HIDDEN).reshape(-1, len(asked.first), count).any(0)
     ends = torch.where(visible, key_lo + BLOCK, 0).amax(1)
-    return torch.where(visible, key_lo, count * BLOCK).amin(1), ends
+    found = torch.stack([torch.where(visible, key_lo, count * BLOCK).amin(1), ends]).cpu()
+    return found[0], found[1]
+
+
+def _reads_large_matrix(allows: Any, values: dict[str, Any]) -> bool:
+    for node in nodes(allows):
+        if node.op == "load":
+            symbol, *index = node.args
+            by_pair = sum(has_symbol(each, "q") or has_symbol(each, "k") for each in index) > 1
+            name = symbol.name if isinstance(symbol, TensorSymbol) else symbol
+            if by_pair and values[name].numel() > MOST_BLOCKS:
+                return True
+    return False
