@@ -34,7 +34,7 @@ def by_batch(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def floats(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return ((q - k) * 0.5 < 20.0) | (k < 20)
+    return ((q - k) * 0.5 < 20.25) | (k < 20)
 
 
 SINKS = SlidingWindow(40, 0) | (Causal() & GlobalTokens(30))

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..tile.lines import step_of, tile_of
 from ..tile.softmax import LOG2E, weights
 from ..tile.tiles import add_product, phases, product, visible
-from .cache import load_keys, locate
+from .cache import load_keys, locate, page_of
 from .lines import fixed_part, line_of
 from .merge import merged, store_part, write
 from .sequences import SEQLENS_K, check_queries, keys_of, rows_of, sink_of
@@ -166,10 +166,11 @@ def attend(acc, m, l, rows, keys, page_table, start, end, plan: tl.constexpr, ma
     ahead = tile_of(start, end, line, plan.block_N, plan)
     for at in tl.range(start, end, plan.step_N):
         first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
+        page = page_of(first, cache, page_table, plan)
         # [block_N]
         key = first + tl.arange(0, plan.block_N)
         readable = (key >= bounds[0]) & (key < bounds[1])
-        cache_row, token = locate(first, readable, cache, page_table, plan)
+        cache_row, token = locate(first, page, readable, cache, page_table, plan)
         # K: [block_N, padded]
         k_tile = load_keys(k, k_strides, cache_row, token, h_kv, readable, plan.head_dim, plan.padded, masked)
         # S = Q K^T: [block_M, block_N]
