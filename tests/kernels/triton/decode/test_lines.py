@@ -1,4 +1,4 @@
-"""Triton's decode kernels by lines, in the interpreter: what lines say, what kernels compute and which tiles they visit.
+"""Triton's decode kernels by lines, in the interpreter: what lines say, what kernels compute, which tiles they visit.
 
 The oracle is every pair of the mask. Keys and values in tiles that are hidden from all rows of a kv head are NaN.
 """
@@ -302,7 +302,9 @@ def test_layers_share_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lines, "make", lambda *_: pytest.fail("lines were made again"))
     assert torch.equal(tileattn.decode(*inputs[:4], plan=plan, **options), expected)
     other = made.inputs(16, more=50)
-    assert tileattn.decode_plan(*other[:4], page_table=other.page_table, scale=made.scale, backend="triton").tensor is None
+    assert (
+        tileattn.decode_plan(*other[:4], page_table=other.page_table, scale=made.scale, backend="triton").tensor is None
+    )
 
 
 def test_lengths_and_tensors_that_were_written_in_place() -> None:

@@ -47,7 +47,11 @@ def lines_of(call: DecodeCall, sizes: DecodeSizes, config: Config) -> Lines | No
 
     With a FixedSplit a mask has one kernel, whatever the sizes of calls. It finds all tiles in lines that are not made.
     """
-    if not call.variant or not is_listed(call.variant) or 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.capacity):
+    if (
+        not call.variant
+        or not is_listed(call.variant)
+        or 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.capacity)
+    ):
         return None
     items = row_tiles(sizes, call.packed, config)
     boxes: Boxes = Boxes.of(program(call.variant), sizes, config.block_M, config.block_N, items)
@@ -107,5 +111,3 @@ class Lines(NamedTuple):
         place = (place - 1).where(seen, tiles) + counts
         numbers = torch.arange(tiles, dtype=torch.int32, device=lines.device)
         lines.scatter_(-1, place, numbers.expand(place.shape))
-
-
