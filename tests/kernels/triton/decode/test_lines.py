@@ -70,7 +70,7 @@ OF_LINES: dict[str, Problem] = {
 }
 
 
-@pytest.mark.parametrize("splits", [None, FIXED], ids=str)
+@pytest.mark.parametrize("splits", [None, FIXED], ids=["None", "fixed"])
 @pytest.mark.parametrize("name", OF_LINES)
 def test_lines_are_of_what_rows_see(name: str, splits: Splits) -> None:
     """No tile of these masks is listed needlessly, nor mixed needlessly."""
