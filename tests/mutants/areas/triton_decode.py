@@ -121,7 +121,7 @@ MUTANTS: list[Mutant] = [
         PARTS,
         {
             "triton decode: parts of the cache": (
-                "tl.maximum(end - start, 0), plan.block_N), splits)",
+                "tl.maximum(end - start, 0), plan.step_N), splits)",
                 "tl.maximum(end - start, 0) + 9999, plan.block_N), splits)",
             ),
         },
