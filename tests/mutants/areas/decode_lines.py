@@ -11,7 +11,7 @@ PLAN = (f"{DECODE}/test_plan_of_lines.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        f"{DECODE}/lines/visits.py",
+        "kernels/decode_boxes.py",
         LINES,
         {
             "lines: hidden tiles are visited": ("(kinds != Kind.HIDDEN) & (k_lo", "(k_lo"),
@@ -27,6 +27,12 @@ MUTANTS: list[Mutant] = [
                 "begin, low, high = seqlen - q_len,",
                 "begin, low, high = 0 * b,",
             ),
+        },
+    ),
+    *mutants(
+        f"{DECODE}/lines/visits.py",
+        LINES,
+        {
             "lines: counts are of the tile too": ("(upto - 1).where", "upto.where"),
             "lines: of short calls with a FixedSplit too few": (
                 "(call.fixed > 0 or of_jobs >= fewest)",

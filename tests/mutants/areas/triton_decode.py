@@ -24,6 +24,15 @@ BITS = (
     f"{FIXED}::test_bits_do_not_depend_on_the_rest_of_a_call[window-dtype1]",
     f"{FIXED}::test_the_variant_of_a_fixed_split_has_one_loop",
 )
+LINES = (
+    f"{DECODE}/test_lines.py::test_lines_are_of_what_rows_see[by-head-None]",
+    f"{DECODE}/test_lines.py::test_lines_are_of_what_rows_see[third-fixed]",
+)
+BY_LINES = (
+    f"{DECODE}/test_lines.py::test_rows_that_see_nothing_and_no_pages",
+    f"{DECODE}/test_lines.py::test_what_is_not_hidden_is_visited[by-head-3]",
+)
+ALL_TILES = (f"{DECODE}/test_lines.py::test_all_tiles_of_a_list_are_those_of_the_range",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -112,7 +121,7 @@ MUTANTS: list[Mutant] = [
         PARTS,
         {
             "triton decode: parts of the cache": (
-                "tl.maximum(end - start, 0), plan.block_N), splits)",
+                "tl.maximum(end - start, 0), plan.step_N), splits)",
                 "tl.maximum(end - start, 0) + 9999, plan.block_N), splits)",
             ),
         },
@@ -147,6 +156,40 @@ MUTANTS: list[Mutant] = [
             "triton decode: one fixed part too few": (
                 "tl.max(tl.where(exists, seqlen, 0), 0), fixed), splits)",
                 "tl.max(tl.where(exists, seqlen - fixed, 0), 0), fixed), splits)",
+            ),
+        },
+    ),
+    *mutants(
+        f"{DECODE}/lists.py",
+        LINES,
+        {
+            "triton lines: hidden tiles are listed": ("(place - 1).where(seen, tiles)", "(place - 1)"),
+            "triton lines: whole tiles are mixed": ("mixed, whole = seen & ~whole,", "mixed, whole = seen,"),
+            "triton lines: fixed parts count their first tile as before": ("* self.part - 1\n", "* self.part\n"),
+            "triton lines: whole tiles lie in the places of mixed ones": (
+                "(of_whole + place[..., -1:]).where",
+                "of_whole.where",
+            ),
+        },
+    ),
+    *mutants(
+        f"{DECODE}/lines.py",
+        BY_LINES,
+        {
+            "triton lines: all kv heads have the first one's": (
+                "tl.where(planes > 1, h_kv, 0)",
+                "tl.where(planes > 1, 0, 0)",
+            ),
+            "triton lines: mixed tiles have no mask": ("(0, mixed, visited, visited)", "(0, 0, visited, visited)"),
+        },
+    ),
+    *mutants(
+        f"{DECODE}/lines.py",
+        ALL_TILES,
+        {
+            "triton lines: all tiles are those of the sequence": (
+                "tl.maximum(first, start // plan.block_N)",
+                "tl.maximum(first, 0)",
             ),
         },
     ),

@@ -115,6 +115,7 @@ def compile_decode(
     fixed: int = 0,
     q_len: int = 1,
     aligned: bool = True,
+    listed: bool = False,
 ) -> list[dict[str, Any]]:
     """The same of a decode call over caches of 4096 tokens."""
     import torch
@@ -135,7 +136,7 @@ def compile_decode(
     table = torch.zeros(2, capacity // page, dtype=torch.int32) if page else None
     ends = torch.zeros(3, dtype=torch.int32) if packed else None
     sizes = DecodeSizes(2, q_len, 2 * q_len, HEADS, 2, capacity, page)
-    with _launches() as launches:
+    with _launches() as launches, _lists(listed):
         inputs = DecodeInputs(q, k, v, torch.zeros(2, dtype=torch.int32), table, ends, operands=operands)
         Decode(call, sizes, 0.125, FixedSplit(fixed) if fixed else 4)(inputs, None)
     return [_compile(arch, *each) for each in launches]
@@ -169,8 +170,11 @@ def _lists(listed: bool) -> Iterator[None]:
     from unittest import mock
 
     from tileattn.kernels.triton import lists
+    from tileattn.kernels.triton.decode import lists as decode_lists
 
-    with mock.patch.object(lists, "FEWEST_PAIRS", 1) if listed else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        for module, name in ((lists, "FEWEST_PAIRS"), (decode_lists, "FEWEST_TILES")) if listed else ():
+            stack.enter_context(mock.patch.object(module, name, 1))
         yield
 
 

@@ -11,6 +11,7 @@ from tests.kernels.tilelang.decode.cases import Case, Tensors
 from tests.kernels.tilelang.decode.line_cases import CASES
 from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
+from tileattn.kernels import decode_boxes
 from tileattn.kernels.tilelang.decode.lines import visits
 from tileattn.kernels.tilelang.decode.lines.visits import Lines, lines_of
 from tileattn.variant.key import encode
@@ -106,7 +107,7 @@ def test_parts_are_made_one_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     """Of any size: the same lines."""
     for name in ("by-head", "packed"):
         lines, together = made(CASES[name])
-        monkeypatch.setattr(visits, "MOST_AT_ONCE", 2 * lines.tiles * lines.planes)
+        monkeypatch.setattr(decode_boxes, "MOST_AT_ONCE", 2 * lines.tiles * lines.planes)
         _, one_by_one = made(CASES[name])
         monkeypatch.undo()
         assert torch.equal(together, one_by_one)

@@ -81,6 +81,10 @@ SLOW = [
         {"head_dim": 256, "dtype": "float32", "fixed": 128},
         {"head_dim": 64, "variant": "function_empty_rows+bias+bias_tiles_1", "q_len": 40},
         {"head_dim": 256, "variant": "causal&documents+bias_b+bias_tiles", "q_len": 40},
+        {"head_dim": 128, "variant": "loaded-ids", "page": 64, "q_len": 40, "packed": True, "listed": True},
+        {"head_dim": 256, "variant": "local-global", "page": 16, "listed": True},
+        {"head_dim": 128, "variant": "dilated", "dtype": "float32", "page": 3, "listed": True},
+        {"head_dim": 64, "variant": "dilated", "page": 64, "fixed": 1024, "listed": True},
     )
 ]
 
@@ -91,3 +95,13 @@ def test_other_calls(arch: str, call: dict[str, Any]) -> None:
     """In shared memory, that is; where scores are modified, and in float32, registers may spill."""
     for report in compiled(arch, [{"decode": True, **call}]):
         assert report["shared"] <= SHARED_BYTES[arch], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_loops_over_lines_copy_as_far_ahead_as_over_ranges(page: int) -> None:
+    """There are two of them: over mixed tiles, and over whole ones."""
+    call = {"decode": True, "head_dim": 128, "variant": "dilated", "page": page}
+    by_range, _, by_lines, _ = compiled("sm_90a", [call, {**call, "listed": True}])
+    assert by_lines["cp_async"] == 2 * by_range["cp_async"]
+    assert by_lines["shared"] <= by_range["shared"] + 16

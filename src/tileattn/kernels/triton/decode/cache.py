@@ -17,8 +17,25 @@ PAGE_TABLE = tl.constexpr(cache_fields.PAGE_TABLE)
 
 
 @triton.jit
-def locate(first, readable, cache, page_table, plan: tl.constexpr):
-    """The row of each key of a tile, one number where it is the same for all, and the token in it; int64."""
+def page_of(first, cache, page_table, plan: tl.constexpr):
+    """With lines the entry of the page table for a tile that lies within one page; else 0: `locate` loads it.
+
+    It comes before anything else of a tile. Triton's pipeliner loads the number of a listed tile for the first of its
+    uses, and where that was not the entry, it copied nothing ahead.
+    """
+    page = 0
+    if plan.listed and plan.page_rows >= plan.block_N:
+        b, page_size, _, table_stride, _ = cache
+        page = tl.load(page_table + b.to(tl.int64) * table_stride + first // page_size)
+    return page
+
+
+@triton.jit
+def locate(first, page, readable, cache, page_table, plan: tl.constexpr):
+    """The row of each key of a tile, one number where it is the same for all, and the token in it; int64.
+
+    page: as of :func:`page_of`.
+    """
     b, page_size, pages, table_stride, status = cache
     # [block_N]
     key = first + tl.arange(0, plan.block_N)
@@ -27,7 +44,8 @@ def locate(first, readable, cache, page_table, plan: tl.constexpr):
     else:
         entries = page_table + b.to(tl.int64) * table_stride
         if plan.page_rows >= plan.block_N:
-            page = tl.load(entries + first // page_size)
+            if plan.listed == 0:
+                page = tl.load(entries + first // page_size)
             tl.store(status + PAGE_TABLE, b + 1, mask=(page < 0) | (page >= pages))
             token = first % page_size + tl.arange(0, plan.block_N)
         else:

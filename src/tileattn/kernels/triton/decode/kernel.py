@@ -10,36 +10,42 @@ by the sequence's own length where they are:
   merges each; the bits are the same. So that no other row can change them, all tiles are computed by one loop, with the
   mask: a tile that only other rows see adds exactly nothing.
 
+Where the mask may hide tiles between others, loops walk over the tiles of the program's line (lists.py). Free parts
+are equal parts of these: of the mixed tiles, which have a mask, and then of the whole ones.
+
 The kernel has more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
 
 import triton
 import triton.language as tl
 
+from ..tile.lines import step_of, tile_of
 from ..tile.softmax import LOG2E, weights
 from ..tile.tiles import add_product, phases, product, visible
-from .cache import load_keys, locate
+from .cache import load_keys, locate, page_of
+from .lines import fixed_part, line_of
 from .merge import merged, store_part, write
 from .sequences import SEQLENS_K, check_queries, keys_of, rows_of, sink_of
 
 RUN_TIME = [
     *("numbers", "pages", "batch", "q_rows", "kv_heads", "group", "capacity", "page_size", "table_stride"),
-    *("tiles", "splits", "slot_rows", "max_seqlen_q"),
+    *("tiles", "splits", "slot_rows", "max_seqlen_q", "line_size", "line_counts", "planes"),
 ]
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def decode_kernel(
-    q, k, v, o, lse, sink, parts, sums, seqlens_k, page_table, cu_seqlens_q, status, tensors, pages, numbers,
+    q, k, v, o, lse, sink, parts, sums, seqlens_k, page_table, cu_seqlens_q, status, lines, tensors, pages, numbers,
     scale, batch, q_rows, kv_heads, group, capacity, page_size, table_stride,
-    tiles, splits, slot_rows, max_seqlen_q,
+    tiles, splits, slot_rows, max_seqlen_q, line_size, line_counts, planes,
     q_strides, k_strides, v_strides, o_strides, plan: tl.constexpr,
 ):  # fmt: skip
     """Writes o and lse, or a part of them; one program for each tile of rows, kv head and part.
 
     q, k, v and o are pointers with the strides of their first three dimensions. lse is contiguous, or None. parts and
     sums have `splits` places for each of slot_rows rows of each sequence and kv head. tiles: of each sequence, if
-    queries are not packed. tensors and numbers are the variant's operands (tile/expressions.py).
+    queries are not packed. lines: of lists.py, and the three sizes that `Lines.arguments` names, or None. tensors and
+    numbers are the variant's operands (tile/expressions.py).
     """
     program = tl.program_id(0)
     split, job = program % splits, program // splits
@@ -68,15 +74,17 @@ def decode_kernel(
     full_range = plan.full_range(b, h_kv * group, q_lo, q_hi, seqlen_k, tensors, numbers)
     tiles_of_keys = phases(any_range, full_range, 0, seqlen_k, plan.block_N)
     bounds = (tl.maximum(any_range[0], 0), tiles_of_keys[3], seqlen_k)
+    of_lines = (line_size, line_counts, planes)
+    counts, line, ends = line_of(lines, of_lines, tile, h_kv, tiles_of_keys, seqlen_k, plan)
 
     rows = (q_tile, head[:, None], q_positions, h_kv, scale, tensors, numbers)
     cache = (b, page_size, pages, table_stride, status)
-    keys = (k, v, k_strides, v_strides, bounds, cache)
+    keys = (k, v, k_strides, v_strides, bounds, cache, line)
     parts_of = tl.where(is_split, splits, 1)
     if plan.fixed:
-        acc, m, l = attend_fixed(rows, keys, page_table, tiles_of_keys, split, parts_of, plan)
+        acc, m, l = attend_fixed(rows, keys, page_table, ends, (counts, line_size), split, parts_of, plan)
     else:
-        acc, m, l = attend_free(rows, keys, page_table, tiles_of_keys, split, parts_of, plan)
+        acc, m, l = attend_free(rows, keys, page_table, ends, split, parts_of, plan)
 
     if is_split:
         slots = (batch * kv_heads).to(tl.int64) * slot_rows * splits
@@ -91,10 +99,10 @@ def decode_kernel(
 
 
 @triton.jit
-def attend_free(rows, keys, page_table, tiles_of_keys, split, splits, plan: tl.constexpr):
-    """O, m and l of one of `splits` equal parts of the keys."""
-    start, full_start, full_end, end = tiles_of_keys
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), plan.block_N), splits) * plan.block_N
+def attend_free(rows, keys, page_table, ends, split, splits, plan: tl.constexpr):
+    """O, m and l of one of `splits` equal parts of the keys, or of a line's tiles; ends: of the loops over all."""
+    start, full_start, full_end, end = ends
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), plan.step_N), splits) * plan.step_N
     start = start + split * share
     end = tl.minimum(end, start + share)
     full_start = tl.minimum(tl.maximum(full_start, start), tl.maximum(end, start))
@@ -110,16 +118,20 @@ def attend_free(rows, keys, page_table, tiles_of_keys, split, splits, plan: tl.c
 
 
 @triton.jit
-def attend_fixed(rows, keys, page_table, tiles_of_keys, split, splits, plan: tl.constexpr):
-    """O, m and l of the fixed part of this number; of all fixed parts if one program has them."""
-    start, _, _, end = tiles_of_keys
+def attend_fixed(rows, keys, page_table, ends, counted, split, splits, plan: tl.constexpr):
+    """O, m and l of the fixed part of this number; of all fixed parts if one program has them.
+
+    counted: the counts of a line, and its size.
+    """
+    start, _, _, end = ends
+    counts, line_size = counted
     first, last = start // plan.fixed, tl.cdiv(end, plan.fixed)
     first = tl.where(splits > 1, tl.maximum(first, split), first)
     last = tl.where(splits > 1, tl.minimum(last, split + 1), last)
     acc, m, l = nothing(plan)
     if plan.behind:
         for number in tl.range(first, last):
-            lo, hi = tl.maximum(number * plan.fixed, start), tl.minimum((number + 1) * plan.fixed, end)
+            lo, hi = fixed_part(number, start, end, counts, line_size, plan)
             part, part_m, part_l = nothing(plan)
             part, part_m, part_l = attend(part, part_m, part_l, rows, keys, page_table, lo, hi, plan, True)
             acc, m, l = merged(acc, m, l, part, part_m, part_l)
@@ -145,18 +157,20 @@ def load_queries(q, strides, qb, token, head, exists, plan: tl.constexpr):
 
 @triton.jit
 def attend(acc, m, l, rows, keys, page_table, start, end, plan: tl.constexpr, masked: tl.constexpr):
-    """Adds the tiles of keys from start to end to the output, the maxima and the sums."""
+    """Adds the tiles of keys of the steps from start to end to the output, the maxima and the sums."""
     q_tile, heads, q_positions, h_kv, scale, tensors, numbers = rows
-    k, v, k_strides, v_strides, bounds, cache = keys
+    k, v, k_strides, v_strides, bounds, cache, line = keys
     unit = scale * LOG2E  # of s
     if plan.score is not None:
         unit = LOG2E
-    for first in tl.range(start, end, plan.block_N):
-        first = tl.multiple_of(first, plan.block_N)
+    ahead = tile_of(start, end, line, plan.block_N, plan)
+    for at in tl.range(start, end, plan.step_N):
+        first, ahead = step_of(at, ahead, end, line, plan.block_N, plan)
+        page = page_of(first, cache, page_table, plan)
         # [block_N]
         key = first + tl.arange(0, plan.block_N)
         readable = (key >= bounds[0]) & (key < bounds[1])
-        cache_row, token = locate(first, readable, cache, page_table, plan)
+        cache_row, token = locate(first, page, readable, cache, page_table, plan)
         # K: [block_N, padded]
         k_tile = load_keys(k, k_strides, cache_row, token, h_kv, readable, plan.head_dim, plan.padded, masked)
         # S = Q K^T: [block_M, block_N]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..shared_memory import padded
 from ..tile_sizes import Config
 from .defaults import default
 from .kernel import decode_kernel
+from .lists import lines_of, row_tiles
 from .merge import merge_kernel
 from .plan import make_decode_plan
 from .splits import group_of, multiprocessors, number_of, split_rows
@@ -33,13 +35,19 @@ class Decode:
         self.call, self.scale = scaled_first(call, scale), scale
         self.sizes, self.splits = sizes, splits
         self.config = default(self.call, sizes.max_seqlen_q * group_of(sizes))
+        self.lines = lines_of(self.call, sizes, self.config)
+        if self.lines is not None:
+            self.call = dataclasses.replace(self.call, listed=True)
         self.merge = MERGE_INTERPRETED if interpreted() else MERGE
         self.slot_rows = split_rows(sizes, call.packed, self.config)
         self.launch, self.launch_merge = LaunchCache(), LaunchCache()
 
     def plan(self, inputs: DecodeInputs) -> Tensor | None:
-        """None: programs find their work by themselves."""
-        return None
+        """The lines of the call (lists.py), or None: else programs find their work by themselves."""
+        if self.lines is None:
+            return None
+        with on_device(inputs.q.device):
+            return self.lines.make(inputs)
 
     def __call__(self, inputs: DecodeInputs, plan: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q, _, _, seqlens_k, _, cu_seqlens_q, sink, operands, _ = inputs
@@ -50,9 +58,10 @@ class Decode:
         tensors, numbers = of_operands(operands)
         number = self._number_of_parts(q.device)
         parts, sums = self._workspace(number, q)
+        lines = self.plan(inputs) if plan is None else plan
         arguments = (
             *inputs[:3], o, lse, sink, parts, sums, seqlens_k.contiguous(), inputs.page_table, cu_seqlens_q,
-            cache_status.status_of(q.device), tensors, inputs.k_cache.shape[0],
+            cache_status.status_of(q.device), lines, tensors, inputs.k_cache.shape[0],
         )  # fmt: skip
         with on_device(q.device):
             self.launch(self._work_out, *arguments, numbers=numbers)
@@ -84,12 +93,11 @@ class Decode:
         number, block_M = self._number_of_parts(q.device), self.config.block_M
         q_rows = q.shape[1]
         tiles = -(-q_rows * group // block_M)
-        all_tiles = sizes.batch * tiles
-        if self.call.packed:  # see sequences.py; one more for rows of no sequence
-            all_tiles = q_rows * group // block_M + sizes.batch + 1
+        all_tiles = row_tiles(sizes, self.call.packed, self.config)
         constants = (
             self.scale, sizes.batch, q_rows, sizes.kv_heads, group, self._capacity(k), sizes.page_size,
             0 if page_table is None else page_table.stride(0), tiles, number, self.slot_rows, sizes.max_seqlen_q,
+            *((None,) * 3 if self.lines is None else self.lines.arguments),
             *strides(q, k, v, o), make_decode_plan(self.call, self.config),
         )  # fmt: skip
         return Launch(decode_kernel, (all_tiles * sizes.kv_heads * number, 1, 1), self.config, constants, {})

@@ -13,14 +13,14 @@ from ....variant.program import Program, program
 from ..plan import TritonPlan, precision_of
 from ..shared_memory import padded
 from ..tile.expressions import functions
-from ..tile.loops import Loops, loops
+from ..tile.loops import BY_LISTS, Loops, loops
 from ..tile_sizes import Config
 from .ranges import all_keys, no_keys
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TritonDecodePlan(TritonPlan):
-    """Static facts of the decode kernel; besides those of the forward kernel:
+    """Static facts of the decode kernel; besides those of the forward kernel (`listed` is 1 with lines, lists.py):
 
     Attributes:
         page_rows: as in :class:`tileattn.call.decoding.DecodeCall`.
@@ -40,6 +40,8 @@ def make_decode_plan(call: DecodeCall, config: Config) -> TritonDecodePlan:
         any_range, full_range, turns = all_keys, no_keys, Loops(before=False, within=False, behind=True)
     elif call.fixed:
         turns = Loops(before=False, within=False, behind=turns.behind)
+    if call.listed and not call.fixed:
+        turns = BY_LISTS
     return TritonDecodePlan(
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
@@ -56,6 +58,7 @@ def make_decode_plan(call: DecodeCall, config: Config) -> TritonDecodePlan:
         slope=None,
         any_range=any_range,
         full_range=full_range,
+        listed=int(call.listed),
         page_rows=call.page_rows,
         fixed=call.fixed,
     )
