@@ -46,6 +46,7 @@ from tileattn.cli.group import run_script
 from tileattn.kernels import tile_lists
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
 from tileattn.kernels.tilelang.decode import launch as decode_launch
+from tileattn.kernels.tilelang.decode.lines import visits
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 
 AnyCase = Case | DecodeLaunches | AppendLaunches
@@ -76,7 +77,7 @@ def chosen(pattern: str, direction: str = "fwd") -> list[AnyCase]:
 @contextlib.contextmanager
 def small_lists() -> Iterator[None]:
     """Inside, small calls take their tiles from lists as well, if the mask is one that has them."""
-    with mock.patch.object(tile_lists, "FEWEST_TILES", 1):
+    with mock.patch.object(tile_lists, "FEWEST_TILES", 1), mock.patch.object(visits, "FEWEST_TILES", 1):
         yield
 
 

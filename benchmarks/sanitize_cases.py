@@ -269,7 +269,11 @@ FORWARD = (
     *(Case(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("strided", "blocks")),  # by lists of tiles
     Case(BF16, 192, 128, "causal"),
     Case(FP16, 96, 96, "causal"),
-    *(PackedCase(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window", "sink")),
+    *(
+        PackedCase(BF16, dim, dim, kind)
+        for dim in (64, 128, 256)
+        for kind in ("full", "causal", "window", "sink", "strided")
+    ),
     PackedCase(BF16, 128, 128, "causal+softcap"),
     PackedCase(BF16, 256, 256, "causal+softcap"),
     PackedCase(FP16, 64, 64, "causal+alibi+unaligned"),
@@ -315,9 +319,11 @@ BACKWARD = (
     *(
         PackedBackwardCase(BF16, dim, dim, kind)
         for dim in (64, 128)
-        for kind in ("full", "causal", "window", "causal+deterministic", "causal+alibi+dalibi")
+        for kind in ("full", "causal", "window", "causal+deterministic", "causal+alibi+dalibi", "strided")
     ),
+    PackedBackwardCase(BF16, 128, 128, "strided+deterministic"),
     PackedBackwardCase(BF16, 256, 256, "causal"),
+    PackedBackwardCase(BF16, 256, 256, "strided"),
     PackedBackwardCase(FP16, 128, 128, "causal+unaligned"),
     PackedBackwardCase(FP16, 128, 128, "causal+unaligned+deterministic"),
 )

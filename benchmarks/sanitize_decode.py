@@ -179,7 +179,9 @@ DECODE: tuple[DecodeLaunches | AppendLaunches, ...] = (
     _launches(1, 64, "window_left", sink=True, packed=True),
     _launches(16, 64, "none", "alibi", sink=True),
     _launches(64, 128, "none", "bias_bh"),
-    _launches(16, 128, "function", "user"),
+    _launches(16, 128, "function", "user"),  # by lines of tiles, as the next two
+    _launches(0, 64, "function", packed=True),
+    _launches(16, 128, "function", fixed=128),
     _launches(16, 64, tree=True),
     _launches(16, 64, aligned=False),
     _launches(0, 128, aligned=False, packed=True),

@@ -25,7 +25,7 @@ from tileattn.kernels.tilelang.backward.defaults import default as backward_defa
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob
-from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import LONG, default, with_lists
@@ -186,14 +186,15 @@ def test_the_kernels_of_all_cases() -> None:
 
 @needs_tilelang
 def test_the_decode_kernels_of_all_cases() -> None:
-    """No case is refused; each has an attention kernel and a plan."""
+    """No case is refused; each has an attention kernel and a plan, those of a function one for lines of tiles, too."""
     for case in sanitize.CASES["decode"]:
         jobs = sanitize.jobs([case], ["short"], "sm_90a")
         if case in APPEND:
             assert [type(job) for job in jobs] == [AppendJob], case.name
             continue
-        assert {type(job) for job in jobs} == {DecodeJob}, case.name
-        assert {job.config is None for job in jobs} == {False, True}, case.name
+        of_lines = {LinesJob} if "function" in case.name else set()
+        assert {type(job) for job in jobs} == {DecodeJob, *of_lines}, case.name
+        assert {job.config is None for job in jobs if isinstance(job, DecodeJob)} == {False, True}, case.name
 
 
 @needs_tilelang
