@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tileattn
 from tests.kernels.triton.test_backend import check, tensor
+from tests.tools.triton_kernels.visits import count_visits
 from tileattn import (
     ALiBi,
     Bias,
@@ -105,25 +106,10 @@ class Counted(NamedTuple):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Counted]:
     """Counts what a function does."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
     from tileattn.kernels.triton.backward import kernels
     from tileattn.kernels.triton.forward import kernel
 
-    count = {"products": 0, "masked": 0}
-    real_product, real_visible = InterpreterBuilder.create_dot, kernel.visible
-
-    def product(*arguments: Any) -> Any:
-        count["products"] += 1
-        return real_product(*arguments)
-
-    def visible(*arguments: Any) -> Any:
-        count["masked"] += 1
-        return real_visible(*arguments)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(kernel, "visible", visible)
-    monkeypatch.setattr(kernels, "visible", visible)
+    count = count_visits(monkeypatch, kernel, kernels)
 
     def run(function: Callable[[], Any]) -> Counted:
         count.update(products=0, masked=0)

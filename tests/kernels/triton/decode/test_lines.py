@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tileattn
 from tests.kernels.triton.decode.line_cases import MASKS, kinds_of, poisoned, row_tiles, seen_by
 from tests.tools.triton_kernels.decode import DEVICE, Problem
+from tests.tools.triton_kernels.visits import count_visits
 from tileattn import BlockSparse, Causal, FunctionMask, SlidingWindow
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeCall, DecodeSizes, FixedSplit, Splits
@@ -232,22 +233,8 @@ def test_rows_that_see_nothing_and_no_pages() -> None:
 )
 def test_what_is_not_hidden_is_visited(name: str, splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two products a tile of a program, and a mask in mixed ones; with a FixedSplit in all."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
     made = problem(name, (2, 2), (200, 65), kv_heads=2 if name == "by-head" else 1)
-    count = {"products": 0, "masked": 0}
-    real_product, real_visible = InterpreterBuilder.create_dot, kernel.visible
-
-    def product(*arguments: Any) -> Any:
-        count["products"] += 1
-        return real_product(*arguments)
-
-    def visible(*arguments: Any) -> Any:
-        count["masked"] += 1
-        return real_visible(*arguments)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(kernel, "visible", visible)
+    count = count_visits(monkeypatch, kernel)
     made.run(16, splits)
     mixed = whole = 0
     for _, b, rows in row_tiles(made, TILE, packed=False):
