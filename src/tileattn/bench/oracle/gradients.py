@@ -35,8 +35,6 @@ from tileattn.testing.numerics import assert_accurate, row_error
 # A score costs about as much as this many of the forward pass.
 COST = 4
 
-SIZE_OF_DQ = "size of dq"
-
 
 @dataclass(frozen=True)
 class GradientOracle:
@@ -91,10 +89,9 @@ class GradientOracle:
 def build(problem: Problem, most: int | None = None) -> GradientOracle:
     """Computes the checked gradients of a problem, in float64 and in its own dtype. most: As for `sample`."""
     chosen = sample(problem.case, problem.q.device, most)
-    exact = _gradients(problem, chosen, _Way(torch.float64, _plainly, sizes=True))
-    sizes = {"dq": exact.pop(SIZE_OF_DQ)}
+    exact, sizes = _gradients(problem, chosen, _Way(torch.float64, _plainly, sizes=True))
     ways = [_Way(problem.q.dtype, *way) for way in product((_plainly, _by_delta), (False, True))]
-    return GradientOracle(problem, chosen, exact, sizes, [_gradients(problem, chosen, way) for way in ways])
+    return GradientOracle(problem, chosen, exact, sizes, [_gradients(problem, chosen, way)[0] for way in ways])
 
 
 def sample(case: Case, device: torch.device, most: int | None = None) -> Sample:
@@ -159,16 +156,21 @@ class _Way:
         return torch.promote_types(self.dtype, torch.float32)
 
 
-def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
-    """The sampled gradients."""
-    by_name: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": [], **({SIZE_OF_DQ: []} if way.sizes else {})}
+def _gradients(problem: Problem, chosen: Sample, way: _Way) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sampled gradients, and the sizes of terms that the way computes; both by name."""
     dbias = _no_dbias(problem, chosen, way.sums)
+    parts: list[tuple[Tensor, ...]] = []
+    sizes: list[Tensor] = []
     for place, b in enumerate(chosen.batches):
         into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
-        for name, gradient in zip(by_name, _of_batch_element(problem, chosen, b, way, into), strict=True):
-            by_name[name].append(gradient)
-    gradients = {name: torch.stack(parts) for name, parts in by_name.items()}
-    return gradients if dbias is None else {**gradients, "dbias": dbias.to(way.dtype)}
+        gradients, size = _of_batch_element(problem, chosen, b, way, into)
+        parts.append(gradients)
+        if size is not None:
+            sizes.append(size)
+    found = {name: torch.stack(of) for name, of in zip(("dq", "dk", "dv"), zip(*parts, strict=True), strict=True)}
+    if dbias is not None:
+        found["dbias"] = dbias.to(way.dtype)
+    return found, {"dq": torch.stack(sizes)} if sizes else {}
 
 
 def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | None:
@@ -180,8 +182,10 @@ def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | 
     return problem.q.new_zeros(shape, dtype=dtype)
 
 
-def _of_batch_element(problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None) -> tuple[Tensor, ...]:
-    """dq, dk and dv of batch element b, and the size of dq if it is wanted.
+def _of_batch_element(
+    problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """(dq, dk, dv) of batch element b, and the size of the terms of dq if it is wanted.
 
     dbias: (heads or 1, seqlen_q, seqlen_k), to which the gradient of the bias is added.
     """
@@ -217,8 +221,9 @@ def _of_batch_element(problem: Problem, chosen: Sample, b: int, way: _Way, dbias
         dv += p.detach().mT.to(dv.dtype) @ do[:, rows].to(dv.dtype)
     # Query heads that share a key and a value: each rounds its own part.
     dk, dv = (x.to(way.dtype).unflatten(0, (-1, case.heads // case.kv_heads)).sum(dim=1) for x in (dk, dv))
-    found = (dq, dk, dv, *[size] * way.sizes)
-    return tuple(x.flip(-1) for x in found) if way.backwards else found
+    if way.backwards:
+        dq, dk, dv, size = (x.flip(-1) for x in (dq, dk, dv, size))
+    return (dq, dk, dv), size if way.sizes else None
 
 
 def _plainly(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
