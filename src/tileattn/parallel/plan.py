@@ -33,6 +33,8 @@ from .torch_names import default_store, is_capturing, own_connection, prefixed, 
 from .transport.link import Link
 from .transport.unshard import gathered
 
+_REACHED = "the keys that the mask reaches (its tensors must hold the same on all ranks)"  # in a signature
+
 
 class Traffic(NamedTuple):
     """Bytes that a rank has sent to, and received from, other ranks."""
@@ -285,8 +287,7 @@ class Plan:
         )  # fmt: skip
         common = {"the call": "attention", **arguments.signature, "the plan": self._text}
         signature, captured = (
-            {**common, "the keys that the mask reaches": each, "the keys that it may reach": lasting}
-            for each in (reached, lasting)
+            {**common, _REACHED: each, "the keys that it may reach": lasting} for each in (reached, lasting)
         )
         return Prepared(call, work, arguments.operands, arguments.return_lse, signature, captured)
 

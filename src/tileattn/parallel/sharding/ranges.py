@@ -28,7 +28,7 @@ def device_of(mask: Mask | None, default: torch.device) -> torch.device:
 
 def _devices(mask: Mask | None) -> Iterator[torch.device]:
     for value in vars(mask).values() if mask is not None else ():
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, Tensor):
             yield value.device
         elif isinstance(value, Mask):
             yield from _devices(value)
