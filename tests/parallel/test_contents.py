@@ -232,6 +232,15 @@ def test_the_default_device_does_not_matter(make: Callable[[], Case]) -> None:
         assert {each.device.type for each in (LAYOUT.tokens_of(1), LAYOUT.positions_of(1))} == {"cpu"}
 
 
+def test_a_capture_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the ranges of an earlier call; of another mask object it says what is missing."""
+    monkeypatch.setattr("tileattn.parallel.sharding.ranges.device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the same call once before, with the same mask object"):
+        ranges(Case(Documents(torch.zeros(SEQLEN, dtype=torch.int64))), Ask.LASTING)
+    assert ranges(prefix(), Ask.LASTING) == [(0, SEQLEN)] * len(RUNS)
+
+
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [(0, SEQLEN)] * len(RUNS)
     monkeypatch.setattr(visible, "MOST_BLOCKS", 1000)

@@ -182,7 +182,8 @@ class Plan:
             raise
         sizes = [(str(x.dtype), [*x.shape[:dim], *x.shape[dim + 1 :]]) for x, dim in zip(tensors, dims)]
         self._agreement.agree({"the call": "unshard", "the plan": self._text, "the tensors": str(sizes)})
-        whole = [gathered(self._link, self._layout, x, dim) for x, dim in zip(tensors, dims)]
+        with self._agreement.telling():
+            whole = [gathered(self._link, self._layout, x, dim) for x, dim in zip(tensors, dims)]
         return whole[0] if len(whole) == 1 else tuple(whole)
 
     # --- Attention ---

@@ -117,6 +117,11 @@ def _by_ranges(
     device = _HOST
     if reads_tensors(mask):
         device = device_of(mask, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the host must wait to learn which keys a mask reaches, which a CUDA graph's capture cannot: make the "
+                "same call once before, with the same mask object"
+            )
 
     def column(values: Tensor) -> Tensor:
         return values.to(device)[:, None, None]
