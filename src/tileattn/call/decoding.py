@@ -160,8 +160,8 @@ class DecodePlan:
 
     Attributes:
         tensor: what the planning kernel wrote; None for a backend that needs no plan.
-        made_for: the backend's name, the call's facts, its sizes and splits, and the numbers of its mask, as one text;
-            compared with that of the call.
+        made_for: the backend's name, the call's facts, its sizes and splits, as one text; compared with that of the
+            call.
     """
 
     tensor: Tensor | None
