@@ -23,6 +23,7 @@ from tileattn import (
     Causal,
     Documents,
     FixedSplit,
+    GlobalTokens,
     KeyPadding,
     PrefixLM,
     SlidingWindow,
@@ -518,6 +519,15 @@ def test_a_plan_for_another_call_is_an_error(changes: dict[str, Any]) -> None:
     decode(**other, plan=decode_plan(**other))
     with pytest.raises(ValueError, match=message("plan was made for another call", "made by decode_plan for [torch: ")):
         decode(**other, plan=plan)
+
+
+def test_a_plan_for_a_mask_with_other_numbers_is_an_error() -> None:
+    """Lines of a plan leave out what its own window hides. Numbers of scores hide nothing."""
+    given = contiguous() | {"mask": SlidingWindow(5, 0) | GlobalTokens(2)}
+    plan = decode_plan(**given, score_mod=SoftCap(3.0))
+    decode(**given, score_mod=SoftCap(4.0), plan=plan)
+    with pytest.raises(ValueError, match="plan was made for another call"):
+        decode(**given | {"mask": SlidingWindow(9, 0) | GlobalTokens(2)}, score_mod=SoftCap(3.0), plan=plan)
 
 
 # --- The prepared path ---

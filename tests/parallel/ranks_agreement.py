@@ -74,6 +74,34 @@ def stays_usable(what: str, rank: int, check: str, device: str = "cpu") -> str:
     return text
 
 
+def backward_after_a_refusal(rank: int) -> None:
+    """A call is refused between the passes of a good one, which then begins late on one rank."""
+    plan = Plan(None, SEQLEN)
+    q = torch.ones(1, plan.rows, 2, 8, requires_grad=True)
+    o = plan.attention(q, q, q, causal=True)
+    with suppress(ValueError, tileattn.parallel.RankError):
+        call(plan, "cpu", tileattn.Causal(), heads=3 if plan.rank == rank else 4)
+    if plan.rank == rank:
+        time.sleep(1.0)
+    o.sum().backward()
+
+
+def refused_often(rank: int) -> str:
+    """What a rank raises at a call that another refused some time ago, as it did the next ones."""
+    plan = Plan(None, SEQLEN)
+    if plan.rank == rank:
+        for _ in range(3):
+            with suppress(ValueError):
+                call(plan, "cpu", tileattn.Causal(), heads=3)
+        return "nothing"
+    time.sleep(0.5)
+    try:
+        call(plan, "cpu", tileattn.Causal())
+    except tileattn.parallel.RankError as error:
+        return str(error)
+    return "nothing"
+
+
 def slow_rank(waits: bool) -> float:
     """A rank that comes later than a dead one would be found: it sleeps, or waits for a key of the store."""
     plan = Plan(None, SEQLEN)

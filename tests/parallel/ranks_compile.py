@@ -101,3 +101,11 @@ def captured(check: str) -> None:
             plan.attention(x, x, x)
     with patch("tileattn.parallel.plan.is_capturing", lambda x: True):
         plan.attention(x, x, x, causal=True)
+
+
+def captured_by_one(rank: int) -> None:
+    """A new call, which one rank makes in a capture."""
+    plan = Plan(None, 40)
+    x = torch.ones(1, plan.rows, 2, 8)
+    with patch("tileattn.parallel.plan.is_capturing", lambda x: plan.rank == rank):
+        plan.attention(x, x, x)

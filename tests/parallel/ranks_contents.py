@@ -12,6 +12,8 @@ import tileattn
 from tests.parallel.ranks_conformance import poisoned_shard
 from tests.parallel.ranks_plan import drawn
 from tileattn.parallel import Plan
+from tileattn.parallel.operators import trace
+from tileattn.parallel.prepare import Given
 from tileattn.parallel.sharding.visible import seen
 from tileattn.testing import poisoned_memory
 
@@ -105,6 +107,24 @@ def other_contents(rank: int, check: str, good: int) -> str:
         received(plan, window(table))
     except tileattn.parallel.RankError as error:
         return str(error)
+    return "nothing"
+
+
+def written_before_backward(rank: int, by_operator: bool) -> str:
+    """What a rank raises where one writes to a mask's tensor between the passes, and so has no backward pass."""
+    plan, table = Plan(None, SEQLEN, layout="contiguous"), torch.full((SEQLEN,), 40)
+    x = torch.ones(1, plan.rows, 2, 8, requires_grad=True)
+    if by_operator:
+        given = Given(window(table), None, False, None, None, 0.0, False, False, None, "gather", None)
+        o = trace(plan._number, (x, x, x), given)[0]
+    else:
+        o = plan.attention(x, x, x, mask=window(table))
+    if plan.rank == rank:
+        table.fill_(200)
+    try:
+        o.sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 

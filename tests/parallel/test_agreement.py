@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.ranks_agreement import slow_rank, stays_usable, wrong_at
+from tests.parallel.ranks_agreement import (
+    backward_after_a_refusal,
+    refused_often,
+    slow_rank,
+    stays_usable,
+    wrong_at,
+)
 from tests.tools.ranks.pools import Ended, Pool, pool, returned
 
 RANKS, WRONG = 4, 2
@@ -57,6 +63,16 @@ def test_a_bad_argument_at_the_50th_call(broken_pool: Pool) -> None:
     results = returned(broken_pool.run(wrong_at, "argument", WRONG, 49, "first"))
     check(results, REFUSED, REFUSED)
     assert "call 50" in results[0]["error"]
+
+
+def test_a_refused_call_between_the_passes_of_another() -> None:
+    returned(pool(2).run(backward_after_a_refusal, 1))
+
+
+def test_a_rank_that_refuses_several_calls_before_others_make_the_first() -> None:
+    first, _ = returned(pool(2).run(refused_often, 1))
+    assert first.startswith("tileattn.parallel, call 1 of this plan: rank 1 refused its arguments: ValueError: ")
+    assert REFUSED in first
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,11 @@ def test_ranks_agree_before_a_capture(check: str) -> None:
             f"RuntimeError: tileattn.parallel, call {call} of this plan: ranks must agree on a call before a CUDA "
             f"graph captures it"
         )
+
+
+def test_a_capture_of_one_rank() -> None:
+    """The others do not wait for ever for its signature."""
+    first, second = pool(2).run(ranks_compile.captured_by_one, 1, limit=20.0)
+    for result in (first, second):
+        assert "ranks must agree on a call before a CUDA graph captures it" in repr(result)
+    assert repr(first).startswith("RankError: tileattn.parallel, call 1 of this plan: rank 1 refused its arguments")

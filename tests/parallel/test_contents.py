@@ -29,7 +29,7 @@ from tileattn.math import load
 from tileattn.parallel.sharding import visible
 from tileattn.parallel.sharding.contents import Ask, Kept, ask_of, is_settled
 from tileattn.parallel.sharding.layout import Layout, Run, Span, sequence_layout
-from tileattn.parallel.sharding.ranges import key_ranges
+from tileattn.parallel.sharding.ranges import areas, key_ranges
 from tileattn.parallel.sharding.visible import BLOCK
 from tileattn.variant.key import encode
 from tileattn.variant.sparse.blocks import for_call
@@ -220,6 +220,25 @@ def test_documents_of_a_plan_have_tables_of_their_own() -> None:
         assert seen is not None
         assert seen[0] - BLOCK < start <= seen[0]
         assert seen[1] <= stop <= layout.length(run.sequence)
+
+
+@pytest.mark.parametrize("make", [ids, by_head_and_batch, floats, either, documents_and_function, prefix, block_sparse])
+def test_the_default_device_does_not_matter(make: Callable[[], Case]) -> None:
+    """As after ``torch.set_default_device("cuda")``."""
+    case = make()
+    expected = ranges(case), areas(case.mask, LAYOUT, RUNS, BATCH, HEADS)
+    with torch.device("meta"):
+        assert (ranges(case), areas(case.mask, LAYOUT, RUNS, BATCH, HEADS)) == expected
+        assert {each.device.type for each in (LAYOUT.tokens_of(1), LAYOUT.positions_of(1))} == {"cpu"}
+
+
+def test_a_capture_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the ranges of an earlier call; of another mask object it says what is missing."""
+    monkeypatch.setattr("tileattn.parallel.sharding.ranges.device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the same call once before, with the same mask object"):
+        ranges(Case(Documents(torch.zeros(SEQLEN, dtype=torch.int64))), Ask.LASTING)
+    assert ranges(prefix(), Ask.LASTING) == [(0, SEQLEN)] * len(RUNS)
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,3 +60,5 @@ def test_ranges_are_asked_for_where_a_masks_tensors_are() -> None:
     for mask in (tileattn.Causal() & tileattn.Documents(ids), tileattn.Documents(ids) & tileattn.Causal()):
         assert device_of(mask, cpu) == ids.device
     assert device_of(tileattn.Causal() | tileattn.SlidingWindow(3), cpu) == cpu
+    number: Any = SimpleNamespace(left=ids[0])
+    assert device_of(number, cpu) == ids.device

@@ -203,7 +203,7 @@ def decode_plan(
     The plan depends on the lengths, the sizes, the options and the tensors that say which keys a mask can reach. It
     does not depend on the values of q and the caches, so the layers of a model whose calls agree in all of that share
     one plan. It must be made again when `seqlens_k`, `cu_seqlens_q` or the mask's tensors change. `decode` compares
-    sizes and options with its own and raises if they differ; it cannot compare values on the device.
+    sizes, options and the mask's numbers with its own and raises if they differ; values on the device it cannot.
 
     Args:
         q: as for :func:`tileattn.decode`, and so are all arguments below; the values of q and the caches are not read.

@@ -3,8 +3,8 @@
 Layers of a model, and steps of a training, call with one mask. So lists are kept for the last few combinations of a
 mask, sizes and tiles. What a mask's tensor holds may change, and so may the cumulative lengths of a packed call: lists
 are found again only for the same tensor objects at the same versions, which PyTorch counts up when it writes in place.
-It does not see writes through ``.data`` or by kernels of other packages;
-``torch.autograd.graph.increment_version(tensor)`` tells it.
+It does not see writes through ``.data``, by kernels of other packages, by the replay of a CUDA graph, or by a
+collective such as ``torch.distributed.broadcast``; ``torch.autograd.graph.increment_version(tensor)`` tells it.
 
 Nothing is kept of, or found by, a call that is captured in a CUDA graph: there the lists are made in every replay.
 """

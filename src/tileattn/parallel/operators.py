@@ -180,7 +180,9 @@ def _backward(
     """The gradients that `needs` asks for, of q, k, v, the sink and the tensors. seed: that of rank 0."""
     others = (scale, dropout_p, return_lse, deterministic, backend, algorithm, head_groups)
     given = _given(sink, variant, tensors, ints, floats, *others)
-    prepared = _plan(plan)._prepared((q, k, v), given, requires)
+    of_plan = _plan(plan)
+    with of_plan._agreement.telling():
+        prepared = of_plan._prepared((q, k, v), given, requires)
     operands = prepared.operands._replace(seed=seed) if dropout_p else prepared.operands
     outputs = o, lse.transpose(1, 2)[..., None]
     found = run_backward(prepared.call, prepared.work, Rows(q, k, v), operands, outputs, (do, dlse), needs, return_lse)
@@ -208,8 +210,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     """For the arguments of `forward`."""
-    o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
     plan, variant, others = ctx.constants
+    with _plan(plan)._agreement.telling():  # PyTorch raises if one was written since
+        o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = [*needs[_Q : _SINK + 1], *needs[_TENSORS]]
     found = iter(backward(plan, do, dlse, o, lse, q, k, v, sink, seed, variant, tensors, *others, wanted))

@@ -33,6 +33,8 @@ from .torch_names import default_store, is_capturing, own_connection, prefixed, 
 from .transport.link import Link
 from .transport.unshard import gathered
 
+_REACHED = "the keys that the mask reaches (its tensors must hold the same on all ranks)"  # in a signature
+
 
 class Traffic(NamedTuple):
     """Bytes that a rank has sent to, and received from, other ranks."""
@@ -180,7 +182,8 @@ class Plan:
             raise
         sizes = [(str(x.dtype), [*x.shape[:dim], *x.shape[dim + 1 :]]) for x, dim in zip(tensors, dims)]
         self._agreement.agree({"the call": "unshard", "the plan": self._text, "the tensors": str(sizes)})
-        whole = [gathered(self._link, self._layout, x, dim) for x, dim in zip(tensors, dims)]
+        with self._agreement.telling():
+            whole = [gathered(self._link, self._layout, x, dim) for x, dim in zip(tensors, dims)]
         return whole[0] if len(whole) == 1 else tuple(whole)
 
     # --- Attention ---
@@ -285,8 +288,7 @@ class Plan:
         )  # fmt: skip
         common = {"the call": "attention", **arguments.signature, "the plan": self._text}
         signature, captured = (
-            {**common, "the keys that the mask reaches": each, "the keys that it may reach": lasting}
-            for each in (reached, lasting)
+            {**common, _REACHED: each, "the keys that it may reach": lasting} for each in (reached, lasting)
         )
         return Prepared(call, work, arguments.operands, arguments.return_lse, signature, captured)
 

@@ -18,6 +18,7 @@ from ..call.decoding import DecodeCall, DecodeInputs, DecodePlan, DecodeSizes, F
 from ..call.facts import device_arch, is_aligned
 from ..call.fp8 import accumulator
 from ..call.inputs import NO_OPERANDS, Operands
+from ..variant.evaluated import values_of
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.program import with_alignment
@@ -150,7 +151,7 @@ def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | No
     """o and lse by a prepared phase, with the plan if there is one."""
     tensor = None
     if plan is not None:
-        check_made_for(plan.made_for, phase.made_for)
+        check_made_for(plan.made_for, planned_for(phase, inputs.operands))
         tensor = plan.tensor
     if inputs.out is not None and not inputs.out.is_inference():  # tensors made in inference mode have no version
         torch.autograd.graph.increment_version(inputs.out)
@@ -168,7 +169,15 @@ def make_plan(inputs: DecodeInputs, options: DecodeOptions) -> DecodePlan:
             "decode_plan is not traced: make the plan outside of torch.compile and torch.export, and pass it to decode"
         )
     phase = prepared(inputs, options)
-    return DecodePlan(phase.run.plan(inputs), phase.made_for)
+    return DecodePlan(phase.run.plan(inputs), planned_for(phase, inputs.operands))
+
+
+def planned_for(phase: PreparedDecode, operands: Operands) -> str:
+    """What a plan of a call is made for (:class:`DecodePlan`): layers of one kernel may have windows of other sizes."""
+    if not phase.of_mask:
+        return phase.made_for
+    values = values_of(operands)
+    return f"{phase.made_for}, numbers={[values[name] for name in phase.of_mask]}"
 
 
 # --- The operator ---
@@ -219,7 +228,7 @@ def _decode(
     how: Splits = FixedSplit(fixed) if fixed else splits or None
     phase = prepared(inputs, DecodeOptions(variant, scale, max_seqlen_q, how, return_lse, backend))
     if made_for:
-        check_made_for(made_for, phase.made_for)
+        check_made_for(made_for, planned_for(phase, operands))
     o, lse = phase.run(inputs, plan)
     if lse is None or not return_lse:
         lse = q.new_empty(0, dtype=accumulator(q.dtype))

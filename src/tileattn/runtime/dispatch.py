@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -26,6 +27,8 @@ from ..kernels.triton import backend as triton_backend
 from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
+from ..variant.expression import nodes
+from ..variant.program import program
 from . import few_queries
 
 
@@ -251,11 +254,13 @@ class PreparedDecode(NamedTuple):
 
     Attributes:
         run: the backend's phase for calls of these sizes.
-        made_for: what a plan of it is made for (:class:`tileattn.call.decoding.DecodePlan`).
+        made_for: what a plan of it is made for (:class:`tileattn.call.decoding.DecodePlan`), but for numbers of a call.
+        of_mask: the names of the numbers that the mask reads.
     """
 
     run: Decode
     made_for: str
+    of_mask: tuple[str, ...]
 
 
 def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
@@ -293,7 +298,16 @@ def _prepare_decode(
     assert chosen.decode is not None  # a backend without a decode phase refuses
     of_plan = dataclasses.replace(call, return_lse=True)  # whether lse is written changes no plan
     made_for = f"{chosen.name}: {of_plan}, {sizes}, splits={splits}"
-    return PreparedDecode(chosen.decode.prepare(call, sizes, scale, splits), made_for)
+    return PreparedDecode(chosen.decode.prepare(call, sizes, scale, splits), made_for, _numbers_of_mask(call.variant))
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers_of_mask(variant: str) -> tuple[str, ...]:
+    """The names of the numbers that the mask of a variant key reads; with them the keys change that are visited."""
+    traced = program(variant)
+    read = [each for value in (traced.allows, *traced.kv_range, *traced.full_range) for each in nodes(value)]
+    names = {str(each.args[0]) for each in read if each.op == "symbol"}
+    return tuple(sorted(name for name in names if re.fullmatch(r"[if]\d+", name)))
 
 
 def prepare_forward(

@@ -126,6 +126,11 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "runtime/decoding.py",
+        ("api/test_decode.py::test_a_plan_for_a_mask_with_other_numbers_is_an_error",),
+        {"decode: a plan serves masks of any numbers": ("if not phase.of_mask:", "if True:")},
+    ),
+    *mutants(
+        "runtime/decoding.py",
         CASES,
         {
             "tree: causal beside it": ("causal and tree_mask is None)", "causal)"),

@@ -29,6 +29,14 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "parallel/sharding/ranges.py",
+        CONTENTS,
+        {
+            "parallel: hosts compute on the default device": ('_HOST = torch.device("cpu")', "_HOST = None"),
+            "parallel: a capture waits": ('if device.type == "cuda" and torch', "if False and torch"),
+        },
+    ),
+    *mutants(
         "parallel/sharding/visible.py",
         ("parallel/test_visible.py",),
         {
@@ -171,6 +179,29 @@ MUTANTS: list[Mutant] = [
             "parallel: nobody looks while tensors are awaited": (
                 "        self.looked = waited\n        self._raise_failed()\n        self._raise_asked()\n",
                 "        self.looked = waited\n",
+            ),
+            "parallel: a refusal is forgotten after two more": (
+                'self._tell(f"rank {self.rank} refused its arguments: {_shown(error)}", refused=True)',
+                "pass",
+            ),
+            "parallel: a refusal ends later backward passes": (
+                'known = "refused" in failed and self.agreed_at >= self.call',
+                "known = False",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/consent/agreement.py",
+        ("parallel/test_compile.py::test_a_capture_of_one_rank",),
+        {"parallel: a capture that is refused is not told": ("            self.refuse(error)\n", "")},
+    ),
+    *mutants(
+        "parallel/algorithms/autograd.py",
+        RANKS_OF_CONTENTS,
+        {
+            "parallel: an error before the backward pass is not told": (
+                "with ctx.call.agreement.telling():",
+                "if True:",
             ),
         },
     ),

@@ -38,11 +38,8 @@ _BEFORE_Q = 4  # arguments of _Attend
 
 def run_forward(call: Call, work: Work, rows: Rows, operands: Operands) -> tuple[Tensor, Tensor]:
     """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""
-    try:
+    with call.agreement.telling():
         return work.forward(call, *rows, operands)
-    except Exception as error:
-        call.agreement.fail(error)
-        raise
 
 
 def run_backward(
@@ -67,12 +64,9 @@ def run_backward(
     else:
         dlse = None
     sums = PartGradients(operands, needs[3:], lse.dtype)
-    try:
+    with call.agreement.telling():
         of_rows = work.backward(call, rows, Outputs(o, lse, do, dlse), needs[:3], sums)
         return [*of_rows, *_totals(call, sums)]
-    except Exception as error:
-        call.agreement.fail(error)
-        raise
 
 
 class _Attend(torch.autograd.Function):
@@ -97,7 +91,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
+        with ctx.call.agreement.telling():  # PyTorch raises if one was written since
+            o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
         operands = Operands(sink, tuple(tensors), seed)
         needs = ctx.needs_input_grad[_BEFORE_Q:]
         return *[None] * _BEFORE_Q, *run_backward(

@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .heartbeat import Heartbeat, Silence
@@ -78,12 +80,14 @@ class Agreement:
         if not self.always and text in self.seen:
             return
         if capturing:
-            raise RuntimeError(
+            error = RuntimeError(
                 self._of_call(
                     "ranks must agree on a call before a CUDA graph captures it, since they agree on the host, where a "
                     "replay does nothing: make the same call once before, with check='first'"
                 )
             )
+            self.refuse(error)
+            raise error
         self._write({"signature": signature})
         answers = self._answers()
         self.agreed_at = self.call
@@ -97,13 +101,27 @@ class Agreement:
     def refuse(self, error: Exception) -> None:
         """Tells the other ranks that this rank's arguments raised an error, which the caller then raises."""
         if self.ranks > 1:
+            # It stays when this rank, which waits for nobody, has refused the next calls, too, and deletes its answer.
+            self._tell(f"rank {self.rank} refused its arguments: {_shown(error)}", refused=True)
             self._write({"error": _shown(error)})
             self.agreed_at = self.call
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within it, an error of this rank is told to the others, which may wait for tensors of this call."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: Exception) -> None:
         """Tells the other ranks, which may wait for tensors of this call, that this rank has failed."""
         if self.ranks > 1 and not isinstance(error, RankError):
-            self._set(f"failed{self.call}", json.dumps({"rank": self.rank, "error": _shown(error)}))
+            self._tell(_shown(error))
+
+    def _tell(self, error: str, **more: Any) -> None:
+        self._set(f"failed{self.call}", json.dumps({"rank": self.rank, "error": error, **more}))
 
     def compare(self, answers: list[dict[str, Any]]) -> None:
         """Raises RankError if a rank refused, or if signatures differ."""
@@ -192,7 +210,9 @@ class Agreement:
     def _raise_failed(self) -> None:
         if self._asked(self.store.check, [f"failed{self.call}"]):
             failed = json.loads(self._asked(self.store.get, f"failed{self.call}"))
-            if failed["rank"] != self.rank:
+            known = "refused" in failed and self.agreed_at >= self.call  # as in a later backward pass of a good call
+            if failed["rank"] != self.rank and not known:
+                self.agreed_at = self.call
                 named = failed.get("ended", failed["rank"])
                 raise RankError(self._of_call(failed["error"]), named)
 
@@ -204,7 +224,11 @@ class Agreement:
         if not self.agreed_at < call <= self.call or rank == self.rank:
             return
         answer = json.loads(self._asked(self.store.get, f"{call}/{rank}"))
-        text = "makes a call that this rank does not make: its signature is new there, and was agreed on here before"
+        text = (
+            "makes a call that this rank does not make: its signature is new there, and was agreed on here before. A "
+            "mask's tensor may hold something else there, or was written here by what PyTorch does not count, such as "
+            "torch.distributed.broadcast (then call torch.autograd.graph.increment_version)"
+        )
         if "error" in answer:
             text = f"refused its arguments: {answer['error']}"
         error = RankError(f"tileattn.parallel, call {call} of this plan: rank {rank} {text}", rank)

@@ -2,8 +2,8 @@
 
 A tensor may be written in place between two calls, and the keys that its mask reaches change with it. An answer that
 was read off a tensor is therefore kept for the tensor object at its `_version`, which PyTorch counts up with each write
-in place. It does not see writes through ``.data`` or by kernels of other packages;
-``torch.autograd.graph.increment_version(tensor)`` tells it.
+in place. It does not see writes through ``.data``, by kernels of other packages, by the replay of a CUDA graph, or by a
+collective such as ``torch.distributed.broadcast``; ``torch.autograd.graph.increment_version(tensor)`` tells it.
 
 A CUDA graph replays the transfers that it captured, whatever its tensors then hold. There only answers count that no
 write changes.

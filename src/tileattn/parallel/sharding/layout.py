@@ -86,15 +86,15 @@ class Layout:
 
     def tokens_of(self, rank: int) -> Tensor:
         """The tokens of a rank's rows, int64 (rows,)."""
-        return _concatenated([torch.arange(*span) for span in self.owned[rank]])
+        return _concatenated([torch.arange(*span, device="cpu") for span in self.owned[rank]])
 
     def positions_of(self, rank: int) -> Tensor:
         """The positions of a rank's rows in their sequences, int64 (rows,)."""
-        return _concatenated([torch.arange(run.start, run.stop) for run in self.runs[rank]])
+        return _concatenated([torch.arange(run.start, run.stop, device="cpu") for run in self.runs[rank]])
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def zigzag_blocks(length: int, ranks: int) -> list[list[Span]]:

@@ -19,6 +19,7 @@ from .layout import Layout, Run, Span
 from .visible import Asked, seen
 
 _ROWS = 256  # of queries whose keys an area counts at once: the order of a kernel's tile
+_HOST = torch.device("cpu")  # whatever torch.set_default_device says
 
 
 def device_of(mask: Mask | None, default: torch.device) -> torch.device:
@@ -28,7 +29,7 @@ def device_of(mask: Mask | None, default: torch.device) -> torch.device:
 
 def _devices(mask: Mask | None) -> Iterator[torch.device]:
     for value in vars(mask).values() if mask is not None else ():
-        if isinstance(value, Tensor) and value.ndim:
+        if isinstance(value, Tensor):
             yield value.device
         elif isinstance(value, Mask):
             yield from _devices(value)
@@ -59,19 +60,19 @@ def areas(
     """
     sequences, begin, end = _columns(runs)
     tiles = (end - begin + _ROWS - 1) // _ROWS
-    number = torch.arange(len(runs)).repeat_interleave(tiles)
-    place = torch.arange(len(number)) - (tiles.cumsum(0) - tiles)[number]
+    number = torch.arange(len(runs), device=_HOST).repeat_interleave(tiles)
+    place = torch.arange(len(number), device=_HOST) - (tiles.cumsum(0) - tiles)[number]
     first = begin[number] + place * _ROWS
     stop = torch.minimum(first + _ROWS, end[number])
     starts, stops = _asked(mask, layout, sequences[number], first, stop - 1, batch, heads, ask)
     # A tile on the diagonal of a causal mask counts whole, as a kernel computes it; one without keys is still a call.
     of_tiles = (stop - first) * (stops - starts).clamp(min=1)
-    return torch.zeros(len(runs), dtype=torch.int64).index_add_(0, number, of_tiles).tolist()
+    return torch.zeros(len(runs), dtype=torch.int64, device=_HOST).index_add_(0, number, of_tiles).tolist()
 
 
 def _columns(runs: Sequence[Run]) -> tuple[Tensor, ...]:
     """The sequences, starts and stops of runs."""
-    return torch.tensor([tuple(run) for run in runs], dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return torch.tensor([tuple(run) for run in runs], dtype=torch.int64, device=_HOST).reshape(-1, 3).unbind(1)
 
 
 def _asked(
@@ -85,7 +86,7 @@ def _asked(
     ask: Ask,
 ) -> tuple[Tensor, Tensor]:
     """The smallest start and the largest stop over batch elements and heads, within the sequence."""
-    lengths = torch.tensor(layout.bounds).diff()[sequences]
+    lengths = torch.tensor(layout.bounds, device=_HOST).diff()[sequences]
     if mask is None or batch == 0 or not len(first):  # without a batch element there is nobody to ask
         return torch.zeros_like(first), lengths
     none = torch.zeros_like(lengths)
@@ -113,9 +114,14 @@ def _by_ranges(
     heads: int,
 ) -> tuple[Tensor, Tensor]:
     """By the mask's own ranges, on the host."""
-    device = torch.device("cpu")
+    device = _HOST
     if reads_tensors(mask):
         device = device_of(mask, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the host must wait to learn which keys a mask reaches, which a CUDA graph's capture cannot: make the "
+                "same call once before, with the same mask object"
+            )
 
     def column(values: Tensor) -> Tensor:
         return values.to(device)[:, None, None]

@@ -52,7 +52,7 @@ MASKS: dict[str, Mask] = {
 def seen_by(problem: Problem, b: int, kv_heads: range, rows: range) -> Tensor:
     """Which keys of a sequence its packed rows see, in the heads of these kv heads: bool (rows, keys)."""
     length, group = problem.k_lens[b], problem.heads // problem.kv_heads
-    row = torch.tensor(rows)[:, None]
+    row = torch.tensor(rows, dtype=torch.int64)[:, None]  # also of no rows
     found = []
     for kv_head in kv_heads:
         q, h = length - problem.q_lens[b] + row // group, kv_head * group + row % group
