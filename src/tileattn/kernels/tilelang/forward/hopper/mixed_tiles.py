@@ -17,7 +17,10 @@ import tilelang.language as T
 
 from .....variant.expression import Expr
 from ...tile.expressions import Emitter
+from ...tile.key_words import hide_by_ranges, hide_outside
 from ...tile.mask import apply_mask
+from ...tile.mixed_bits import has_bits, hide_by_bits, load_bits
+from .tasks import BITS
 
 DISTANCE = "q - k"  # not a name that an expression has
 
@@ -56,9 +59,26 @@ def apply_mask_by_distance(acc_s, visible, thread, b, h, q_lo, k_lo):
 
 
 @T.macro
-def hide_scores(plan, w, visible, b, h, q_lo, k_lo):
-    """The same, as the kernel does it."""
-    if plan.listed:
+def take_bits(plan, arg, w, number):
+    """Loads the words of a task's mixed tile, by its number, if it has bits: early, under the wait for the product."""
+    if plan.bits:
+        if has_bits(arg, w.task[BITS] + number):
+            load_bits(w.key_words, arg, w.task[BITS] + number, w.rank * plan.block_M)
+
+
+@T.macro
+def hide_scores(plan, arg, w, number, visible, b, h, q_lo, k_lo):
+    """The same, as the kernel does it. number: of the tile in its task, with bits."""
+    if plan.bits:
+        if has_bits(arg, w.task[BITS] + number):
+            hide_by_bits(w.acc_s, w.key_words)
+        else:
+            apply_mask_by_distance(w.acc_s, visible, w.thread, b, h, q_lo, k_lo)
+    elif plan.keys is not None:
+        hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
+    elif plan.by_ranges:
+        hide_by_ranges(w.acc_s, w.key_words, w.ranges, w.thread, visible, b, h, q_lo, k_lo)
+    elif plan.listed:
         apply_mask_by_distance(w.acc_s, visible, w.thread, b, h, q_lo, k_lo)
     else:
         apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
