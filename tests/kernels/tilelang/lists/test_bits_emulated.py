@@ -1,4 +1,4 @@
-"""The kernel that makes the bits of mixed tiles, run on the CPU by emulate(): the mask on every pair of a mixed tile."""
+"""The kernel that makes the bits of mixed tiles, run on the CPU by emulate(): the mask on every pair of a tile."""
 
 from __future__ import annotations
 
@@ -85,7 +85,12 @@ def unpacked(words: Tensor) -> Tensor:
 
 def check(mask: Mask, sizes: Sizes, cut: Cut) -> int:
     """Compares all tiles that have bits with the mask, in all planes; how many there are."""
-    lists, every = made(mask, sizes, cut), seen(mask, sizes)
+    return compare(made(mask, sizes, cut), mask, sizes, cut)
+
+
+def compare(lists: TileLists, mask: Mask, sizes: Sizes, cut: Cut) -> int:
+    """The same of lists on the CPU."""
+    every = seen(mask, sizes)
     assert lists.bits is not None
     assert lists.before is not None
     rows, columns = (cut.block_N, cut.block_M) if cut.by_keys else (cut.block_M, cut.block_N)
