@@ -2,8 +2,8 @@
 
 Attention kernels then hide scores by these bits (tile/mixed_bits.py). A block takes every so many-th of the mixed tiles
 that have bits. It finds a tile's line by a search in the sums of the lines' mixed tiles, so that the host need not know
-how many there are, and a line with many is shared by many blocks. A thread writes a word of 32 columns at a time: 2t
-and 2t + 1 of each eight. Each word is written by one thread; equal calls give equal bits.
+how many there are, and a line with many is shared by many blocks. A word has 32 columns: 2t and 2t + 1 of each eight.
+Each word is written by one thread; equal calls give equal bits.
 
 The mask is the expression that attention kernels evaluate. Positions beyond the last query or key are hidden.
 """
@@ -18,6 +18,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....variant.program import Program
 from ..build.compile import OWN_BOUNDS
+from ..tile.distance import DistanceEmitter, allowed_at
 from ..tile.expressions import Emitter
 from ..tile.key_words import COLUMNS
 from ..tile.mask import Visibility
@@ -99,23 +100,33 @@ def _line_of(arg, place):
 
 @T.macro
 def _write_words(arg, thread, place, b, h, row_tile, column_tile, keys_first):
-    """The words of a tile of queries and a tile of keys. keys_first: whether the words' rows are keys."""
+    """The words of a tile of queries and a tile of keys. keys_first: whether the words' rows are keys.
+
+    A thread writes the words of two rows, i and i + 8, at once: half of their diagonals are the same.
+    """
     visible = Visibility(arg.traced, Emitter(arg.operands), arg.seqlen_k)
-    rows = T.alloc_var("int32", init=T.cast(arg.bits.shape[2], "int32"))
+    emit = DistanceEmitter(arg.operands, clamps=True)
+    half = T.alloc_var("int32", init=T.cast(arg.bits.shape[2], "int32") // 2)
     q_lo = T.alloc_var("int32", init=row_tile * arg.block_M + arg.seqlen_k - arg.seqlen_q)
     k_lo = T.alloc_var("int32", init=column_tile * arg.block_N)
-    words = T.alloc_var("int32", init=T.cast(arg.bits.shape[1], "int32") * rows * 4)
-    for step in T.serial(T.truncdiv(words + (THREADS - 1), THREADS)):
+    pairs = T.alloc_var("int32", init=T.cast(arg.bits.shape[1], "int32") * half * 4)
+    for step in T.serial(T.truncdiv(pairs + (THREADS - 1), THREADS)):
         number = T.alloc_var("int32", init=step * THREADS + thread)
-        if number < words:
-            t, row = number % 4, T.alloc_var("int32", init=T.truncmod(T.truncdiv(number, 4), rows))
-            n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(number, 4), rows))
-            column = T.alloc_var("int32", init=n * COLUMNS + 2 * t)
+        if number < pairs:
+            n = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(number, 4), half))
+            of_rows = T.alloc_var("int32", init=T.truncdiv(number, 4) - n * half)
+            row = T.alloc_var("int32", init=T.truncdiv(of_rows, 8) * 16 + T.truncmod(of_rows, 8))
+            column = T.alloc_var("int32", init=n * COLUMNS + T.truncmod(number, 4) * 2)
             q = T.alloc_var("int32", init=q_lo + (column if keys_first else row))
             k = T.alloc_var("int32", init=k_lo + (row if keys_first else column))
-            word = T.alloc_var("uint32", init=T.uint32(0))
+            distance = T.alloc_var("int32", init=q - k)
+            words = [T.alloc_var("uint32", init=T.uint32(0)) for _ in range(2)]
             for j in T.unroll(BITS_OF_WORD):
-                step_q, step_k = (j // 2 * 8 + j % 2, 0) if keys_first else (0, j // 2 * 8 + j % 2)
-                seen = visible.allows(b, h, q + step_q, k + step_k) & (q + step_q < arg.seqlen_k)
-                word = word | T.if_then_else(seen, T.shift_left(T.uint32(1), T.cast(j, "uint32")), T.uint32(0))
-            arg.bits[place, n, row, t] = word
+                for below, word in enumerate(words):
+                    of_row, of_column = 8 * below, j // 2 * 8 + j % 2
+                    more_q, more_k = (of_column, of_row) if keys_first else (of_row, of_column)
+                    seen = allowed_at(visible, emit, b, h, q + more_q, k + more_k, distance + (more_q - more_k))
+                    bit = T.if_then_else(seen & (q + more_q < arg.seqlen_k), T.uint32(1), T.uint32(0))
+                    word[0] = word[0] | T.shift_left(bit, T.cast(j, "uint32"))
+            for below, word in enumerate(words):
+                arg.bits[place, n, row + 8 * below, T.truncmod(number, 4)] = word[0]
