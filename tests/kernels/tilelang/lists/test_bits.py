@@ -86,7 +86,7 @@ def test_the_forward_pass_is_launched_with_bits() -> None:
 
 
 def test_words_by_the_expression_need_no_bits() -> None:
-    call = call_of(FunctionMask(lambda b, h, q, k: (k <= q) & (q - k < 100)))
+    call = call_of(FunctionMask(lambda b, h, q, k: (k <= q) & (k > q - 100)))
     config = HopperConfig(128, 128, mask_words=True)
     assert defaults.with_lists(config, call, True) == defaults.with_lists(config, call)
     assert defaults.with_lists(HopperConfig(128, 128), call, True).bits

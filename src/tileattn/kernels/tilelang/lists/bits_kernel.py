@@ -26,6 +26,7 @@ from ..tile.parameters import operand
 
 THREADS = 128
 BITS_OF_WORD = 32
+SECOND_ROW = 8  # of a thread, behind its first one
 NUMBERS = (
     "blocks", "sorts", "by_keys", "seqlen_q", "seqlen_k", "block_M", "block_N", "lines", "heads", "by_batch", "by_head",
 )  # fmt: skip
@@ -102,7 +103,7 @@ def _line_of(arg, place):
 def _write_words(arg, thread, place, b, h, row_tile, column_tile, keys_first):
     """The words of a tile of queries and a tile of keys. keys_first: whether the words' rows are keys.
 
-    A thread writes the words of two rows, i and i + 8, at once: half of their diagonals are the same.
+    A thread writes the words of two rows, 8 apart, at once: half of their diagonals are the same.
     """
     visible = Visibility(arg.traced, Emitter(arg.operands), arg.seqlen_k)
     emit = DistanceEmitter(arg.operands, clamps=True)
@@ -120,13 +121,20 @@ def _write_words(arg, thread, place, b, h, row_tile, column_tile, keys_first):
             q = T.alloc_var("int32", init=q_lo + (column if keys_first else row))
             k = T.alloc_var("int32", init=k_lo + (row if keys_first else column))
             distance = T.alloc_var("int32", init=q - k)
-            words = [T.alloc_var("uint32", init=T.uint32(0)) for _ in range(2)]
+            at = SimpleNamespace(b=b, h=h, q=q, k=k, distance=distance)
+            first = T.alloc_var("uint32", init=T.uint32(0))
+            second = T.alloc_var("uint32", init=T.uint32(0))
             for j in T.unroll(BITS_OF_WORD):
-                for below, word in enumerate(words):
-                    of_row, of_column = 8 * below, j // 2 * 8 + j % 2
-                    more_q, more_k = (of_column, of_row) if keys_first else (of_row, of_column)
-                    seen = allowed_at(visible, emit, b, h, q + more_q, k + more_k, distance + (more_q - more_k))
-                    bit = T.if_then_else(seen & (q + more_q < arg.seqlen_k), T.uint32(1), T.uint32(0))
-                    word[0] = word[0] | T.shift_left(bit, T.cast(j, "uint32"))
-            for below, word in enumerate(words):
-                arg.bits[place, n, row + 8 * below, T.truncmod(number, 4)] = word[0]
+                first = first | _bit(arg, visible, emit, at, 0, j, keys_first)
+                second = second | _bit(arg, visible, emit, at, SECOND_ROW, j, keys_first)
+            arg.bits[place, n, row, T.truncmod(number, 4)] = first
+            arg.bits[place, n, row + SECOND_ROW, T.truncmod(number, 4)] = second
+
+
+def _bit(arg: Any, visible: Any, emit: Any, at: Any, of_row: int, j: Any, keys_first: bool) -> Any:
+    """The j-th bit of a word, of the row `of_row` behind the thread's first one."""
+    of_column = j // 2 * 8 + j % 2
+    more_q, more_k = (of_column, of_row) if keys_first else (of_row, of_column)
+    q, k = at.q + more_q, at.k + more_k
+    seen = allowed_at(visible, emit, at.b, at.h, q, k, at.distance + (more_q - more_k)) & (q < arg.seqlen_k)
+    return T.if_then_else(seen, T.shift_left(T.uint32(1), T.cast(j, "uint32")), T.uint32(0))
