@@ -342,9 +342,12 @@ EDITS = [
             "packed_keys",
             "shares",
             "tile_lists",
+            "mask_bits",
         },
     ),
     ("lists/emit.py", {"tile_lists", "decode_lines"}),
+    ("lists/bits_kernel.py", {"mask_bits"}),
+    ("tile/mixed_bits.py", {"forward", "backward"}),
     ("lists/launch.py", set()),
     ("../../variant/intervals/integers.py", {"tile_lists", "decode_lines"}),
     ("backward/shares/add.py", {"shares"}),
@@ -363,7 +366,7 @@ EDITS = [
     ("../../runtime/operators.py", set()),
     (
         "../../variant/expression.py",
-        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists"},
+        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists", "mask_bits"},
     ),
 ]
 
@@ -489,7 +492,8 @@ for mask in (Dilated(511, dilation=4), FunctionMask(lambda b, h, q, k: IDS[q] ==
     text = encode(mask, ())[0]
     dtypes = dtypes_of(text)  # traces the mask
     made("tile_lists", lambda: lists_kernel(analysis(text), dtypes))
-    made("mask_bits", lambda: bits_kernel(program(text), read_by_mask(program(text))))
+    read = read_by_mask(program(text))
+    made("mask_bits", lambda: bits_kernel(program(text), read))
     made("decode_lines", lambda: lines_kernel(analysis(text, (0, 63)), dtypes, True))
 """
 

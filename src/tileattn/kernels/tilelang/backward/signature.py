@@ -127,6 +127,7 @@ def declare_main(
     split: bool = False,
     listed: bool = False,
     some_keys: bool = False,
+    *,
     bits: tuple[int, int] | None = None,
 ) -> Any:
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [*lists], [*bits], [seed], *tensors, scale,

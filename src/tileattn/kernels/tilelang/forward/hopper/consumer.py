@@ -275,10 +275,7 @@ def store(plan, arg, w):
 
 @T.macro
 def advance(plan, arg, w, k_lo, masked, bounded, number=0):
-    """Computes the scores of the next tile of keys, and adds the values of the tile before to O under the softmax.
-
-    number: of a masked tile in its task.
-    """
+    """Computes the scores of the next tile of keys, and adds the values of the tile before to O under the softmax."""
     if masked:
         take_bits(plan, arg, w, number)
     T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
