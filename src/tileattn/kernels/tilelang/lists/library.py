@@ -93,7 +93,11 @@ def bits_key(variant: str, arch: str) -> str:
     """The cache key of the kernel of bits; of a call it depends on the mask's expression and the architecture."""
     traced = program(variant)
     read = read_by_mask(traced)
-    tensors = " ".join(f"{each.name}:{each.dtype}:{each.ones}" for each in traced.tensors if each.name in read)
+    tensors = " ".join(
+        f"{each.name}:{each.dtype}:{each.ones}{':aligned' * each.aligned}"
+        for each in traced.tensors
+        if each.name in read
+    )
     return key_of(f"mask_bits | {arch} | {traced.allows} | {tensors}", "lists.bits_kernel")
 
 
