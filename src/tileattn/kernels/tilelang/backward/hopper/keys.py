@@ -143,11 +143,14 @@ def next_stage(plan, w):
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
 
 
-def scores_at(plan, arg, w, h, row, step):
-    """The tile of scores of a head's queries from `row` on. step: of a listed tile, its number in the line."""
-    if plan.listed:
-        masked = step < w.rows[2]
-    else:
+def scores_at(plan, arg, w, h, row, masked, step):
+    """The tile of scores of a head's queries from `row` on.
+
+    Args:
+        masked: whether a listed tile needs the mask.
+        step: its number in the line.
+    """
+    if not plan.listed:
         masked = (row < w.rows[2]) | (row + plan.block_M > w.rows[3])
     return w.scores.at(
         b=w.task[BATCH],
@@ -160,10 +163,10 @@ def scores_at(plan, arg, w, h, row, step):
 
 
 @T.macro
-def advance(plan, arg, w, h, row, step=None):
+def advance(plan, arg, w, h, row, masked=None, step=None):
     """One iteration: a tile of queries."""
-    take_bits(plan, arg, w, step)
-    scores = scores_at(plan, arg, w, h, row, step)
+    take_bits(plan, arg, w, masked, step)
+    scores = scores_at(plan, arg, w, h, row, masked, step)
     multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
         take_tile(plan, w)
@@ -273,7 +276,7 @@ def consume(plan, arg, w):
         if plan.listed:
             for step in T.serial(w.rows[1]):
                 row = T.alloc_var("int32", init=tile_of_line(arg, w.rows[0], step) * plan.block_M)
-                advance(plan, arg, w, h, row, step)
+                advance(plan, arg, w, h, row, step < w.rows[2], step)
         else:
             for number in T.serial(w.rows[0], w.rows[1]):
                 advance(plan, arg, w, h, number * plan.block_M)

@@ -71,10 +71,10 @@ def hide_by_words(plan, w, scores):
 
 
 @T.macro
-def take_bits(plan, arg, w, step):
+def take_bits(plan, arg, w, masked, step):
     """Loads the words of a listed tile, by its number in the line, if it has bits: early, under the wait for S."""
     if plan.bits:
-        if has_bits_at(plan, arg, w, step) & (step < w.rows[2]):
+        if masked & has_bits_at(plan, arg, w, step):
             load_bits(w.query_words, arg, w.rows[3] + step, 0)
 
 
