@@ -5,6 +5,7 @@
     python benchmarks/any_mask.py --json any-mask.json --resume          # what that file lacks
     python benchmarks/any_mask.py --json some.json --names dilated,loaded-ids --seqlens 16384 --head-dims 64
     python benchmarks/any_mask.py --json makes.json --only making        # how long masks take to make, at 128k
+    python benchmarks/any_mask.py --json bits.json --without-flex --without-bits  # mixed tiles with bits and without
 
 Nine patterns (tileattn.bench.sparse_masks), batch 1, bfloat16, forward pass (with lse) and backward pass. Beside the
 times stand the tiles that our kernels visit and evaluate the mask in, FlexAttention's, which are the fewest of 128 by
@@ -23,10 +24,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import torch
 import typer
@@ -42,8 +45,10 @@ from tileattn.cli.group import run_script
 from tileattn.kernels.tile_lists import Cut, Sizes
 from tileattn.kernels.tilelang.backward import launch as backward_launch
 from tileattn.kernels.tilelang.forward.choice import chosen
+from tileattn.kernels.tilelang.lists import bits as mixed_bits
 from tileattn.kernels.tilelang.lists.launch import make as make_lists
 from tileattn.measure.rounds import order
+from tileattn.tuner.state import forget_prepared
 from tileattn.variant.key import encode
 
 PASSES = ("forward", "backward")
@@ -51,6 +56,7 @@ HEADS = {16384: 16, 65536: 4}  # as much memory and, without a mask, four times 
 LONGEST, PLANES = 131072, (1, 32)
 TOTAL_WORK = {"forward": 4, "backward": 10}  # floating-point operations for each score and element of a head
 PLAIN = "none"
+WITHOUT_BITS = "without bits"  # of mixed tiles: tileattn evaluates the mask in each head
 
 console = Console()
 
@@ -143,11 +149,30 @@ def _passes(forward: Callable[[], Tensor], leaves: Sequence[Tensor], do: Tensor)
     return {"forward": forward, "backward": backward}
 
 
+@contextmanager
+def bits_of_mixed_tiles(wanted: bool) -> Iterator[None]:
+    """Inside, calls have bits of their mixed tiles where they would, or none has."""
+    if wanted:
+        yield
+        return
+    forget_prepared()  # what was prepared has its kernel
+    with mock.patch.object(mixed_bits, "FEWEST_SHARING", 2**40):
+        yield
+    forget_prepared()
+
+
+def with_bits_or_without(run: Callable[[], Any], wanted: bool) -> Any:
+    """A call in one of the two ways."""
+    with bits_of_mixed_tiles(wanted):
+        return run()
+
+
 def calls() -> Iterator[Callable[[], Any]]:
     """Our calls at the usual sizes, on "meta", for benchmarks/precompile.py."""
     for case in cases((*NAMES, PLAIN), list(HEADS), [64, 128]):
         of, given = of_case(case, "meta"), tensors(case, "meta")
-        yield ours(case, given, of)["backward"]
+        for wanted in (True, False):
+            yield functools.partial(with_bits_or_without, ours(case, given, of)["backward"], wanted)
 
 
 def cases(names: Sequence[str], seqlens: Sequence[int], head_dims: Sequence[int]) -> list[Case]:
@@ -205,10 +230,14 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> float:
     return median(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2]))
 
 
-def measure(case: Case, rounds: int, repeats: int, failed: str | None, plain: dict[str, float]) -> list[Row]:
+def measure(
+    case: Case, rounds: int, repeats: int, failed: str | None, plain: dict[str, float], without_bits: bool = False
+) -> list[Row]:
     """Both passes of a case; implementations take turns. plain: the TFLOPS of each pass without a mask."""
     of, given = of_case(case), tensors(case)
     runs, mask, reasons = {"tileattn": ours(case, given, of)}, None, {}
+    if of is not None and without_bits:
+        runs[WITHOUT_BITS] = ours(case, given, of)
     if of is not None and failed is None:
         try:
             runs["flex"], mask = flex(case, given, of)
@@ -223,13 +252,14 @@ def measure(case: Case, rounds: int, repeats: int, failed: str | None, plain: di
     for work in PASSES:
         row = Row(*case, work, {}, reasons=dict(reasons))
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for run in runs.values():
-            for _ in range(3):
-                run[work]()
         names = list(runs)
         for number in range(rounds):
             for index in order(len(names), number):
-                samples[names[index]].append(milliseconds(runs[names[index]][work], repeats))
+                name = names[index]
+                with bits_of_mixed_tiles(name != WITHOUT_BITS):
+                    for _ in range(3 if number == 0 else 1):
+                        runs[name][work]()
+                    samples[name].append(milliseconds(runs[name][work], repeats))
         row.ms = {name: median(times) for name, times in samples.items()}
         if of is not None:
             row.tiles, row.visited, row.mixed = count_tiles(case, of, cuts(case, of)[work])
@@ -255,6 +285,7 @@ def making(name: str, planes: int, repeats: int) -> dict[str, Any]:
     )
     ways: dict[str, Callable[[], Any]] = {
         "tileattn": lambda: make_lists(key, operands, sizes, Cut(128, 128), device),
+        "tileattn, with bits": lambda: make_lists(key, operands, sizes, Cut(128, 128, bits=True), device),
         "flex, compiled": lambda: make(_compile=True),
         "flex, eager": lambda: make(),
     }
@@ -308,12 +339,15 @@ def _compile_one(text: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    shown = Table("pass", "tokens", "D", "mask", "ms", "Flex", "times", "visited", "mixed", "fewest", "TFLOPS", "share")
+    of_tiles = "visited", "mixed", "fewest", "TFLOPS", "share"
+    shown = Table("pass", "tokens", "D", "mask", "ms", "no bits", "Flex", "times", *of_tiles)
     for row in sorted(rows, key=lambda row: (row.work, row.seqlen, row.head_dim)):
-        ms, other = row.ms["tileattn"], row.ms.get("flex")
+        ms, without, other = (row.ms.get(name) for name in ("tileattn", WITHOUT_BITS, "flex"))
+        assert ms is not None
         fewest = "" if row.flex_visited is None else f"{row.flex_visited} ({row.flex_mixed})"
         shown.add_row(
             row.work, str(row.seqlen), str(row.head_dim), row.name, f"{ms:.3f}",
+            "" if without is None else f"{without:.3f}",
             row.reasons.get("flex", "")[:30] if other is None else f"{other:.3f}",
             "" if other is None else f"{other / ms:.2f}", str(row.visited), str(row.mixed), fewest,
             f"{row.tflops:.0f}", "" if row.efficiency is None else f"{row.efficiency:.2f}",
@@ -333,6 +367,7 @@ def main(
     head_dims: Annotated[str, typer.Option(help="With commas.")] = "64,128",
     only: Annotated[str, typer.Option(help="passes or making: half of the run.")] = "",
     without_flex: Annotated[bool, typer.Option("--without-flex", help="tileattn alone.")] = False,
+    without_bits: Annotated[bool, typer.Option("--without-bits", help="tileattn without bits, too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows of --json, and measure the others.")] = False,
     rounds: Annotated[int, typer.Option(min=1)] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each implementation in each round.")] = 5,
@@ -362,7 +397,7 @@ def main(
         failed = dict.fromkeys(masked, "left out") if without_flex else compile_flex(masked, processes, limit)
         for case in wanted:
             plain = {row.work: row.tflops for row in rows if row.key[:4] == (PLAIN, *case[1:])}
-            rows += measure(case, rounds, repeats, failed.get(case), plain)
+            rows += measure(case, rounds, repeats, failed.get(case), plain, without_bits)
             save(rows, made, commit, json)
             console.print(f"{' '.join(map(str, case))}: {rows[-2].ms} {rows[-1].ms}")
         console.print(table(rows))

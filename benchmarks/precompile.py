@@ -66,8 +66,9 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.kernels.tilelang.lists.bits import bits_jobs
 from tileattn.kernels.tilelang.lists.launch import lists_jobs
-from tileattn.kernels.tilelang.lists.library import ListsJob
+from tileattn.kernels.tilelang.lists.library import BitsJob, ListsJob
 from tileattn.runtime import append as append_runtime
 from tileattn.runtime import decoding
 from tileattn.runtime import operators as ops
@@ -122,9 +123,10 @@ class _Requested:
         raise _Asked
 
 
-def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob, ...]:
-    """The kernel that makes the tiles' lists that this configuration walks over."""
-    return lists_jobs(call.variant, call.arch, call.packed) if getattr(config, "listed", False) else ()
+def _of_lists(call: AttentionCall, config: Config | MainConfig | None) -> tuple[ListsJob | BitsJob, ...]:
+    """The kernels that make the tiles' lists that this configuration walks over, and the bits of mixed tiles."""
+    bits = bits_jobs(call.variant, call.arch) if getattr(config, "bits", False) else ()
+    return (*lists_jobs(call.variant, call.arch, call.packed), *bits) if getattr(config, "listed", False) else ()
 
 
 def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +194,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob | LinesJob | ListsJob | PackedKeysJob | SharesJob):
+    if isinstance(job, AppendJob | BitsJob | LinesJob | ListsJob | PackedKeysJob | SharesJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small
@@ -310,11 +312,11 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 def _listed_test_calls() -> Iterator[Attempt]:
     """The calls of the tests of lists of tiles, blocks of a model among them."""
-    from tests.kernels.tilelang import test_tile_lists_gpu
+    from tests.kernels.tilelang import test_mixed_bits_gpu, test_tile_lists_gpu
     from tests.kernels.tilelang.packed import test_listed_gpu
     from tests.variant import test_blocks_gpu
 
-    for module in (test_tile_lists_gpu, test_listed_gpu, test_blocks_gpu):
+    for module in (test_tile_lists_gpu, test_mixed_bits_gpu, test_listed_gpu, test_blocks_gpu):
         with mock.patch.object(module, "DEVICE", "meta"):
             yield from map(torch.enable_grad(), module.calls())
 

@@ -25,6 +25,7 @@ from tileattn.kernels.tilelang.decode.job import DecodeJob, lines_jobs, with_lin
 from tileattn.kernels.tilelang.decode.lines.visits import QUERIES
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.kernels.tilelang.lists.bits import bits_jobs
 from tileattn.kernels.tilelang.lists.launch import lists_jobs
 from tileattn.runtime.decoding import page_rows_of, with_variant
 from tileattn.variant.program import with_alignment
@@ -148,9 +149,11 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
     going_back = _distinct(job for call in backward for job in all_jobs(call))
-    listed = (call for call in wanted if call.dtype.itemsize == 2)
-    lists = _distinct(job for call in listed for job in lists_jobs(call.variant, call.arch, call.packed))
-    return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back, *lists]
+    listed = [call for call in wanted if call.dtype.itemsize == 2]
+    lists: list[AnyJob] = [job for call in listed for job in lists_jobs(call.variant, call.arch, call.packed)]
+    lists += [job for call in listed if not call.packed for job in bits_jobs(call.variant, call.arch)]
+    forward = (Job(call, config) for call in wanted for config in defaults(call))
+    return [*transposing, *forward, *going_back, *_distinct(lists)]
 
 
 def _distinct(given: Iterable[AnyJob]) -> list[AnyJob]:

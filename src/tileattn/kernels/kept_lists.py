@@ -25,7 +25,7 @@ from ..call.graph_memory import is_of_a_graph
 from ..call.inputs import Operands
 from .tile_lists import Cut, Sizes, TileLists, tensors_of
 
-MOST_KEPT, MOST_BYTES = 32, 2**28
+MOST_KEPT, MOST_BYTES = 32, 2**29
 
 Make = Callable[[str, Operands, Sizes, Cut, torch.device], TileLists]
 MakePacked = Callable[[str, Operands, Packed, Any, Cut, Tensor], TileLists]
@@ -110,8 +110,8 @@ def arguments_of(lists: TileLists | None) -> tuple[tuple[Tensor, ...], tuple[int
     """The tensors and the numbers that a kernel takes of them."""
     if lists is None:
         return (), ()
-    tensors = (lists.tiles, lists.counts) if lists.rows is None else (lists.tiles, lists.counts, lists.rows)
-    return tensors, (lists.batch_step, lists.head_step)
+    given = (lists.tiles, lists.counts, lists.rows, lists.before, lists.bits)
+    return tuple(each for each in given if each is not None), (lists.batch_step, lists.head_step)
 
 
 def forget_lists() -> None:

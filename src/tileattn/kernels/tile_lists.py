@@ -13,7 +13,7 @@ The forward kernel's lines are in the order in which its queue hands rows out: t
 begins last keeps one multiprocessor busy while the others are done.
 
 Memory: 4 bytes a tile, 8 or 12 a row of tiles; 4.2 MB for 131072 tokens in tiles of 128 by 128. A mask that depends on
-the batch element or on the head has that for each of them.
+the batch element or on the head has that for each of them. Bits of mixed tiles (tilelang/lists/bits.py) come on top.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Cut(NamedTuple):
         masks_queries: whether a tile that ends beyond the last query counts as mixed. One that ends beyond the last key
             always does.
         longest_first: whether the lines of a plane are sorted (:func:`longest_first`) rather than in the rows' order.
+        bits: whether the mask's bits are made for the mixed tiles (tilelang/lists/bits.py).
     """
 
     block_M: int
@@ -72,6 +73,7 @@ class Cut(NamedTuple):
     by_keys: bool = False
     masks_queries: bool = False
     longest_first: bool = False
+    bits: bool = False
 
 
 class TileLists(NamedTuple):
@@ -88,6 +90,8 @@ class TileLists(NamedTuple):
         batch_step, head_step: see above.
         rows: int32 (lines,), where lines are sorted: the row of tiles that each is of, from 0 in each plane. Else None,
             and the i-th line is of the i-th row.
+        before: int32 (lines,), with bits: how many mixed tiles the lines before have, of all planes.
+        bits: uint32 (tiles, words, rows, 4) of the first so many mixed tiles; see tilelang/lists/bits.py.
     """
 
     tiles: Tensor
@@ -95,6 +99,8 @@ class TileLists(NamedTuple):
     batch_step: int
     head_step: int
     rows: Tensor | None = None
+    before: Tensor | None = None
+    bits: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=1024)

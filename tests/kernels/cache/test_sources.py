@@ -84,6 +84,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         f"{COMPILER} lists.analysis lists.emit lists.registers",
         lambda: lists_library.lists_key(LISTED, "sm_90a"),
     ),
+    "mask_bits": (
+        "lists.bits_kernel",
+        f"{COMPILER} tile.expressions tile.mask tile.parameters",
+        lambda: lists_library.bits_key(LISTED, "sm_90a"),
+    ),
     "append": (
         "append.kernel",
         f"{COMPILER} append.elements append.pieces append.place packed.dependent_launch tile.assume",
@@ -138,7 +143,7 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"packed_lists", "lists.launch", "lists.library"}
+HOST |= {"packed_lists", "lists.bits", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
@@ -337,9 +342,12 @@ EDITS = [
             "packed_keys",
             "shares",
             "tile_lists",
+            "mask_bits",
         },
     ),
     ("lists/emit.py", {"tile_lists", "decode_lines"}),
+    ("lists/bits_kernel.py", {"mask_bits"}),
+    ("tile/mixed_bits.py", {"forward", "backward"}),
     ("lists/launch.py", set()),
     ("../../variant/intervals/integers.py", {"tile_lists", "decode_lines"}),
     ("backward/shares/add.py", {"shares"}),
@@ -358,7 +366,7 @@ EDITS = [
     ("../../runtime/operators.py", set()),
     (
         "../../variant/expression.py",
-        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists"},
+        {"forward", "backward", "transpose_fp8", "decode", "decode_plan", "decode_lines", "tile_lists", "mask_bits"},
     ),
 ]
 
@@ -412,8 +420,9 @@ from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.shares.add import add_kernel
 from tileattn.kernels.tilelang.lists.analysis import analysis
+from tileattn.kernels.tilelang.lists.bits_kernel import bits_kernel
 from tileattn.kernels.tilelang.lists.kernel import lists_kernel
-from tileattn.kernels.tilelang.lists.library import dtypes_of
+from tileattn.kernels.tilelang.lists.library import dtypes_of, read_by_mask
 from tileattn.variant.key import encode
 from tileattn.variant.program import program, with_alignment
 
@@ -483,6 +492,8 @@ for mask in (Dilated(511, dilation=4), FunctionMask(lambda b, h, q, k: IDS[q] ==
     text = encode(mask, ())[0]
     dtypes = dtypes_of(text)  # traces the mask
     made("tile_lists", lambda: lists_kernel(analysis(text), dtypes))
+    read = read_by_mask(program(text))
+    made("mask_bits", lambda: bits_kernel(program(text), read))
     made("decode_lines", lambda: lines_kernel(analysis(text, (0, 63)), dtypes, True))
 """
 

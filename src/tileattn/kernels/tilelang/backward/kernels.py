@@ -69,6 +69,7 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
             split=config.split,
             listed=listed,
             some_keys=some_keys,
+            bits=(config.block_N, config.block_M) if own and config.bits else None,
         )
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)

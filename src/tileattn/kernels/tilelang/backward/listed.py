@@ -12,6 +12,7 @@ from ....call.facts import BackwardCall, Gradients
 from ....call.inputs import Inputs
 from ...kept_lists import arguments_of, lists_of, packed_lists_of
 from ...tile_lists import Cut, Sizes, pays
+from ..lists.bits import bits_pay
 from ..lists.launch import make, make_packed
 from ..packed_lists import PackedSizes, packed_pays
 from .config import BackwardConfig
@@ -25,20 +26,21 @@ def with_lists(config: MainConfig, call: BackwardCall, q_shape: torch.Size, k_sh
     """The configuration for a dense call of these sizes that takes its tiles from lists; None for any other call."""
     if isinstance(config, BackwardConfig) or not pays(call.forward, q_shape, k_shape):
         return None
-    return as_listed(config)
+    return as_listed(config, bits_pay(call.forward, q_shape))
 
 
-def as_listed(config: HopperBackwardConfig | HopperWideConfig) -> MainConfig:
-    """The configuration with lists of tiles."""
+def as_listed(config: HopperBackwardConfig | HopperWideConfig, bits: bool = False) -> MainConfig:
+    """The configuration with lists of tiles. bits: whether mixed tiles have bits, which wide heads' have not."""
     if isinstance(config, HopperBackwardConfig):  # the words' code and that of lists have not run together
-        config = dataclasses.replace(config, mask_words=False)
+        config = dataclasses.replace(config, mask_words=False, bits=bits)
     return dataclasses.replace(config, listed=True)
 
 
 def cuts_of(call: BackwardCall, config: MainConfig) -> tuple[Cut, Cut | None]:
     """How the main kernel, and that for dq alone in a Hopper schedule, cut the scores for lists of tiles."""
     queries = queries_default(call)
-    main = Cut(config.block_M, config.block_N, by_keys=True, masks_queries=True)
+    bits = not isinstance(config, BackwardConfig) and config.bits
+    main = Cut(config.block_M, config.block_N, by_keys=True, masks_queries=True, bits=bits)
     if isinstance(queries, BackwardConfig):
         return main, None
     return main, Cut(queries.block_M, queries.block_N, masks_queries=True)

@@ -20,9 +20,10 @@ class BackwardPlan:
         kept: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
             the kernel is traced, one over a range is a loop of its own.)
         mask_words: whether masked tiles hide scores by a bit for each (hopper/query_words.py).
+        bits: whether mixed tiles of lists have bits that were made before.
     """
 
-    split = mask_words = listed = False
+    split = mask_words = listed = bits = False
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         self.call, self.config, self.traced = call, config, traced

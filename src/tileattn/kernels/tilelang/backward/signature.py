@@ -13,6 +13,7 @@ from ....variant.program import Program
 from ..architecture import padded_finely
 from ..packed.work_list import WIDTH
 from ..tile.lists import declare_lists, declare_steps
+from ..tile.mixed_bits import declare_bits
 from ..tile.parameters import SIZES, declare_pattern, operand
 from .hopper.dq_order import COLUMNS
 from .operand_gradients import BY_KEY, SPREAD, STORED, Path
@@ -126,13 +127,16 @@ def declare_main(
     split: bool = False,
     listed: bool = False,
     some_keys: bool = False,
+    *,
+    bits: tuple[int, int] | None = None,
 ) -> Any:
-    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [*lists], [seed], *tensors, scale,
+    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [*lists], [*bits], [seed], *tensors, scale,
     heads_per_kv_head, [side_by_side], [*list_steps], [*pattern], *ints, *floats)``
 
     ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
     gradient leaves by TMA, has strides. ``dq`` says whether dq is added up. With `split`, dk and dv are float32 parts:
-    heads of the number (share * kv_heads + kv head). With `some_keys` dk and dv may be slices of some keys.
+    heads of the number (share * kv_heads + kv head). With `some_keys` dk and dv may be slices of some keys. ``bits``
+    are of tiles of the sizes `bits` (tile/mixed_bits.py).
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
@@ -142,7 +146,7 @@ def declare_main(
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
     arg.paths = paths
-    _declare_variant(p, arg, traced, hopper, listed)
+    _declare_variant(p, arg, traced, hopper, listed, bits)
     return _with_sizes(p, arg)
 
 
@@ -173,10 +177,17 @@ def _written_out(p: Parameters, index: int, path: Path, traced: Program, leaving
 
 
 def _declare_variant(
-    p: Parameters, arg: Any, traced: Program, side_by_side: bool = False, listed: bool = False
+    p: Parameters,
+    arg: Any,
+    traced: Program,
+    side_by_side: bool = False,
+    listed: bool = False,
+    bits: tuple[int, int] | None = None,
 ) -> None:
     if listed:
         vars(arg).update(declare_lists(p.builder.prim_func_arg))
+    if bits is not None:
+        vars(arg).update(declare_bits(p.builder.prim_func_arg, *bits))
     arg.seed = p.tensor("seed", [1], "int64") if p.call.dropout else None
     arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")

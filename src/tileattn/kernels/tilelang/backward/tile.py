@@ -80,6 +80,7 @@ class ScoreTile:
         k_lo: the first key.
         masked: whether the mask, or an end of the sequences, hides some of the tile.
         lengths: seqlen_q and seqlen_k, or None.
+        has_bits: of a masked tile, whether it has bits that were made before; or None.
     """
 
     scale: Any
@@ -98,6 +99,7 @@ class ScoreTile:
     k_lo: Any = None
     masked: Any = None
     lengths: tuple[Any, Any] | None = None
+    has_bits: Any = None
 
     def at(self, **place: Any) -> ScoreTile:
         """The tile of the same kernel at another place."""

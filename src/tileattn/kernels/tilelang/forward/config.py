@@ -52,6 +52,7 @@ class HopperConfig:
         weights_in_shared: whether the second product takes the weights from shared memory rather than from registers.
         mask_words: whether masks that leave a range of keys hide scores by a bit for each (tile/key_words.py).
         listed: whether tiles of keys are taken from lists (tile_lists.py) rather than from ranges.
+        bits: whether mixed tiles of lists are hidden by bits that were made before (tile/mixed_bits.py).
     """
 
     block_M: int
@@ -66,6 +67,7 @@ class HopperConfig:
     weights_in_shared: bool = False
     mask_words: bool = False
     listed: bool = False
+    bits: bool = False
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""

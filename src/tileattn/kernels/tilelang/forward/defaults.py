@@ -11,6 +11,7 @@ from ....variant.expression import nodes
 from ....variant.program import Program, program
 from ...tile_lists import has_function, is_listed
 from ..architecture import padded
+from ..lists.bits import may_have_bits
 from ..tile.key_range import key_range
 from ..tile.steady import is_uniform
 from . import sm90_table
@@ -52,18 +53,25 @@ def defaults(call: AttentionCall) -> list[Config]:
     tile = wide(call)
     configs += [tile] if tile is not None else []
     if is_listed(call.variant) and call.dtype.itemsize == 2:
-        configs += [with_lists(config, call) for config in configs if isinstance(config, HopperConfig)]
+        of_bits = (False, True) if may_have_bits(call.variant) and not call.packed else (False,)
+        hopper = [config for config in configs if isinstance(config, HopperConfig)]
+        configs += [with_lists(config, call, bits) for config in hopper for bits in of_bits]
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
 
 
-def with_lists(config: HopperConfig, call: AttentionCall) -> HopperConfig:
+def with_lists(config: HopperConfig, call: AttentionCall, bits: bool = False) -> HopperConfig:
     """The configuration that takes its tiles from lists.
 
     Ranges of a function's rows are never known, so a call that has them and no range by its expression evaluates the
     mask at once (tile/key_words.py).
+
+    Args:
+        bits: whether mixed tiles have bits, unless words come from each row's range at once.
     """
-    words = config.mask_words and (key_range(program(call.variant)) is not None or not has_function(call.variant))
-    return dataclasses.replace(config, listed=True, mask_words=words)
+    by_expression = key_range(program(call.variant)) is not None
+    words = config.mask_words and (by_expression or not has_function(call.variant))
+    bits = bits and not (words and by_expression)
+    return dataclasses.replace(config, listed=True, mask_words=words and not bits, bits=bits)
 
 
 def wide(call: AttentionCall) -> HopperConfig | None:

@@ -26,9 +26,13 @@ def forward_kernel(call: AttentionCall, config: Config) -> Any:
     """The TileLang function ``forward``; its parameters are those of :func:`signature.declare`."""
     traced = program(call.variant)
     persistent = isinstance(config, HopperConfig)
+    listed = isinstance(config, HopperConfig) and config.listed
+    bits = None
+    if isinstance(config, HopperConfig) and config.bits:
+        bits = config.cluster * config.block_M, config.block_N
     builder = Builder()
     with builder.prim_func("forward"):
-        arguments = declare(builder, call, traced, persistent, isinstance(config, HopperConfig) and config.listed)
+        arguments = declare(builder, call, traced, persistent, listed, bits)
         if isinstance(config, HopperConfig):
             hopper.body(call, config, traced)(arguments)
         else:

@@ -18,6 +18,7 @@ from ...scale import scaled_first
 from ...tile_lists import Cut, Sizes, pays
 from ..architecture import TRANSPOSED_KEYS
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from ..lists.bits import bits_pay
 from ..lists.launch import make
 from ..tuned import sizes_of
 from .amd.config import AmdConfig
@@ -65,10 +66,10 @@ def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Co
 
 
 def launched(config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
-    """The configuration as it is launched: whether tiles are taken from lists depends on the sizes."""
+    """The configuration as it is launched: whether tiles are taken from lists, with bits, depends on the sizes."""
     if not isinstance(config, HopperConfig) or not pays(call, q_shape, k_shape):
         return config
-    return with_lists(config, call)
+    return with_lists(config, call, bits_pay(call, q_shape))
 
 
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
@@ -108,7 +109,8 @@ def prepare_with(
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
     listed = isinstance(config, HopperConfig) and config.listed
-    cut = Cut(cluster * config.block_M, config.block_N, longest_first=True)
+    bits = isinstance(config, HopperConfig) and config.bits
+    cut = Cut(cluster * config.block_M, config.block_N, longest_first=True, bits=bits)
     sizes = Sizes(batch, heads, seqlen_q, seqlen_k)
     ahead = (lines_ahead(batch * heads, -(-seqlen_q // cut.block_M)),) if listed else ()
     has_arguments = bool(

@@ -13,21 +13,28 @@ from ....call.fp8 import FP8
 from ....variant.program import Program
 from ..packed.work_list import WIDTH
 from ..tile.lists import declare_steps
+from ..tile.mixed_bits import NO_BITS, declare_bits
 from ..tile.parameters import NO_PATTERN, SIZES, declare_pattern, operand
 from .hopper.sorted_lists import NO_SORTED_LISTS, declare_sorted_lists, declare_sorted_steps
 
 
 def declare(
-    builder: Builder, call: AttentionCall, traced: Program, persistent: bool, listed: bool = False
+    builder: Builder,
+    call: AttentionCall,
+    traced: Program,
+    persistent: bool,
+    listed: bool = False,
+    bits: tuple[int, int] | None = None,
 ) -> SimpleNamespace:
-    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], [*lists], *tensors,
+    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], [*lists], [*bits], *tensors,
     scale, heads_per_kv_head, side_by_side, [*list_steps], [*pattern], [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
     kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed`` and
     ``pattern`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
-    one batch element; ``lists`` and ``list_steps`` are those of :class:`TileLists` (hopper/sorted_lists.py). The sizes,
-    read from the tensors' shapes, come beside them.
+    one batch element; ``lists`` and ``list_steps`` are those of :class:`TileLists` (hopper/sorted_lists.py), and so are
+    ``bits`` (tile/mixed_bits.py), of tiles of the sizes `bits`. The sizes, read from the tensors' shapes, come beside
+    them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -59,6 +66,7 @@ def declare(
     seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
     work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32")) if call.packed else None
     lists = declare_sorted_lists(builder.prim_func_arg) if listed else NO_SORTED_LISTS
+    lists = lists | (NO_BITS if bits is None else declare_bits(builder.prim_func_arg, *bits))
     operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")

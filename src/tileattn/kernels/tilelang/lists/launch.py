@@ -31,6 +31,7 @@ from .analysis import (
     WideLoad,
     analysis,
 )
+from .bits import with_bits
 from .library import ListsJob, lists_function
 
 BOUNDS, COUNTS, LISTS = range(3)  # what a launch does, as in kernel.py
@@ -40,11 +41,13 @@ MOST_ELEMENTS = 2**31 - 1  # of a tensor that the kernel reads
 
 
 def make(variant: str, operands: Operands, sizes: Sizes, cut: Cut, device: torch.device) -> TileLists:
-    """The lists of a call; arguments as of :func:`tileattn.kernels.tile_lists.make_lists`."""
+    """The lists of a call, with bits if the cut says so; arguments as of :func:`tile_lists.make_lists`."""
     found = analysis(variant) if device.type == "cuda" and torch.version.hip is None else None
     if found is None or not fits(found, operands, sizes, cut):
-        return make_lists(variant, operands, sizes, cut, device)
-    return by_kernel(lists_function(variant, device_arch(device)), found, operands, sizes, cut, device)
+        lists = make_lists(variant, operands, sizes, cut, device)
+    else:
+        lists = by_kernel(lists_function(variant, device_arch(device)), found, operands, sizes, cut, device)
+    return with_bits(variant, operands, sizes, cut, lists, device) if cut.bits else lists
 
 
 def lists_jobs(variant: str, arch: str, packed: bool = False) -> tuple[ListsJob, ...]:

@@ -1,4 +1,4 @@
-"""The compiled kernel of lists of tiles: its key, library and job. Imports neither TileLang nor its compiler."""
+"""The compiled kernels of lists of tiles and of their bits: keys, libraries, jobs. Imports no compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ....variant.program import program
+from ....variant.expression import TensorSymbol, nodes
+from ....variant.program import Program, program
 from ..build.library import find_or_compile, key_of, load
 from .analysis import analysis, mask_text
 
@@ -69,3 +70,58 @@ class ListsJob:
 
     def __str__(self) -> str:
         return f"lists of tiles {self.variant}{' packed' * self.packed} {self.arch}"
+
+
+@functools.cache
+def bits_function(variant: str, arch: str) -> Callable[..., Any]:
+    """The compiled kernel of the bits of a variant's mask, from the cache on disk or compiled now."""
+    return load(ensure_bits_compiled(variant, arch))["mask_bits"]
+
+
+def ensure_bits_compiled(variant: str, arch: str) -> Path:
+    """The shared library of :func:`bits_function`."""
+
+    def kernel() -> Any:
+        from .bits_kernel import bits_kernel
+
+        return bits_kernel(program(variant), read_by_mask(program(variant)))
+
+    return find_or_compile(bits_key(variant, arch), kernel, arch)
+
+
+def bits_key(variant: str, arch: str) -> str:
+    """The cache key of the kernel of bits; of a call it depends on the mask's expression and the architecture."""
+    traced = program(variant)
+    read = read_by_mask(traced)
+    tensors = " ".join(
+        f"{each.name}:{each.dtype}:{each.ones}{':aligned' * each.aligned}"
+        for each in traced.tensors
+        if each.name in read
+    )
+    return key_of(f"mask_bits | {arch} | {traced.allows} | {tensors}", "lists.bits_kernel")
+
+
+def read_by_mask(traced: Program) -> frozenset[str]:
+    """The names of the operands that a mask's expression has: ``t0``, ``i0``, ``f0`` and so on."""
+    args = [node.args[0] for node in nodes(traced.allows) if node.op in ("load", "size", "symbol")]
+    return frozenset(each.name if isinstance(each, TensorSymbol) else str(each) for each in args)
+
+
+@dataclass(frozen=True)
+class BitsJob:
+    """The kernel that makes the bits of a variant's mask, to compile ahead."""
+
+    variant: str
+    arch: str
+
+    @property
+    def key(self) -> str:
+        """The key of the library in the kernel cache."""
+        return bits_key(self.variant, self.arch)
+
+    def compile(self) -> None:
+        """Compiles the kernel into the cache."""
+        ensure_bits_compiled(self.variant, self.arch)
+
+    def __str__(self) -> str:
+        return f"bits of mixed tiles {self.variant} {self.arch}"

@@ -35,17 +35,17 @@ def line_of(arg: Any, b: Any, h: Any, number: Any) -> Any:
 
 def tile_of_line(arg: Any, line: Any, step: Any) -> Any:
     """The step-th tile of a line."""
-    return _unchecked(arg.list_tiles)[_index(line), _index(step)]
+    return _unchecked(arg.list_tiles)[index_of(line), index_of(step)]
 
 
 def mixed_of_line(arg: Any, line: Any) -> Any:
     """How many tiles of a line are mixed."""
-    return _unchecked(arg.list_counts)[_index(line), MIXED]
+    return _unchecked(arg.list_counts)[index_of(line), MIXED]
 
 
 def length_of_line(arg: Any, line: Any) -> Any:
     """How many tiles of a line are visited."""
-    return _unchecked(arg.list_counts)[_index(line), ALL]
+    return _unchecked(arg.list_counts)[index_of(line), ALL]
 
 
 def _unchecked(tensor: Any) -> Any:
@@ -54,6 +54,6 @@ def _unchecked(tensor: Any) -> Any:
     return tirx.decl_buffer(shape, tensor.dtype, f"{tensor.name}_of_lines", data=tensor.data, strides=tensor.strides)
 
 
-def _index(number: Any) -> Any:
+def index_of(number: Any) -> Any:
     """An index, which is known not to be negative."""
     return T.cast(T.cast(number, "uint32"), "int64")

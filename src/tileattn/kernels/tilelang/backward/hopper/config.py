@@ -43,6 +43,7 @@ class HopperBackwardConfig:
         words: see :func:`matrices.store_matrices`.
         mask_words: whether masked tiles hide scores by a bit for each (query_words.py).
         listed: whether tiles of queries are taken from lists (tile_lists.py) rather than from ranges.
+        bits: whether mixed tiles of lists are hidden by bits that were made before (tile/mixed_bits.py).
         unpadded: whether S, dP, dV and dK are computed without most of the columns that pad the head dim: at head dim
             80 with 80 of 96, at 112 with 112 of 128.
     """
@@ -60,6 +61,7 @@ class HopperBackwardConfig:
     words: bool = False
     mask_words: bool = False
     listed: bool = False
+    bits: bool = False
     unpadded: bool = False
 
     @property
@@ -138,6 +140,7 @@ class HopperWideConfig:
     block_N: ClassVar[int] = 64
     adds_dq: ClassVar[bool] = False
     mask_words: ClassVar[bool] = False
+    bits: ClassVar[bool] = False
 
     def head_dim(self, call: AttentionCall) -> int:
         """The columns of tiles, for both head dims: whole panels of 64."""

@@ -87,7 +87,7 @@ from .plan import (
     allocate,
 )
 from .products import await_product, multiply_transposed
-from .query_words import find_ranges
+from .query_words import find_ranges, has_bits_at, take_bits
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
 from .rows import find_line, find_rows
 from .scores import gradients_of_scores, scores_to_probabilities
@@ -143,8 +143,13 @@ def next_stage(plan, w):
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
 
 
-def scores_at(plan, arg, w, h, row, masked):
-    """The tile of scores of a head's queries from `row` on. masked: whether a listed tile needs the mask."""
+def scores_at(plan, arg, w, h, row, masked, step):
+    """The tile of scores of a head's queries from `row` on.
+
+    Args:
+        masked: whether a listed tile needs the mask.
+        step: its number in the line.
+    """
     if not plan.listed:
         masked = (row < w.rows[2]) | (row + plan.block_M > w.rows[3])
     return w.scores.at(
@@ -153,13 +158,15 @@ def scores_at(plan, arg, w, h, row, masked):
         row=row,
         k_lo=w.task[KEY],
         masked=masked,
+        has_bits=has_bits_at(plan, arg, w, step),
     )
 
 
 @T.macro
-def advance(plan, arg, w, h, row, masked=None):
+def advance(plan, arg, w, h, row, masked=None, step=None):
     """One iteration: a tile of queries."""
-    scores = scores_at(plan, arg, w, h, row, masked)
+    take_bits(plan, arg, w, masked, step)
+    scores = scores_at(plan, arg, w, h, row, masked, step)
     multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
         take_tile(plan, w)
@@ -269,7 +276,7 @@ def consume(plan, arg, w):
         if plan.listed:
             for step in T.serial(w.rows[1]):
                 row = T.alloc_var("int32", init=tile_of_line(arg, w.rows[0], step) * plan.block_M)
-                advance(plan, arg, w, h, row, step < w.rows[2])
+                advance(plan, arg, w, h, row, step < w.rows[2], step)
         else:
             for number in T.serial(w.rows[0], w.rows[1]):
                 advance(plan, arg, w, h, number * plan.block_M)

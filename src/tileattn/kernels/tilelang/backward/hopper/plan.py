@@ -74,6 +74,7 @@ class KeysPlan(TilePlan):
         order: the order of dq's sums.
         sum_rows: the rows of 256 sums in a tile.
         keeps_ranges: whether the queries' range of each key is kept in shared memory for `mask_words`.
+        bits: whether mixed tiles have bits that were made before.
     """
 
     keys_first = True
@@ -93,7 +94,7 @@ class KeysPlan(TilePlan):
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
         self.sum_rows = self.order.size // COLUMNS
-        self.mask_words = config.mask_words
+        self.mask_words, self.bits = config.mask_words, config.bits
         self.keeps_ranges = config.mask_words and (reads_memory(traced) or not is_exact(traced))
 
     def alloc_barriers(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
             plan, arg, emit, visible, plan.score_tile, keys_first=True, lengths=(arg.seqlen_q, arg.seqlen_k)
         ),
         # [block_N, 4], a word for each of a thread's keys
-        query_words=alloc_words(*plan.score_tile) if plan.mask_words else [],
+        query_words=alloc_words(*plan.score_tile) if plan.mask_words or plan.bits else [],
         # [block_N, 2]: of each key, the first row of queries that sees it, and the one behind the last
         query_ranges=T.alloc_shared([plan.block_N, 2], "int32", scope="shared") if plan.keeps_ranges else None,
         eight=T.alloc_local([8], plan.dtype),

@@ -19,6 +19,7 @@ import tilelang.language as T
 
 from ...tile.hopper import WARP
 from ...tile.key_words import hide_by_word, set_word
+from ...tile.mixed_bits import has_bits, hide_by_bits, load_bits
 from ...tile.variables import variable
 from .. import tile
 from .plan import BATCH, KEY
@@ -67,6 +68,27 @@ def hide_by_words(plan, w, scores):
             lo, hi, _ = range_of_key(w.visible, at.b, at.h, at.k_lo + i)
             set_word(w.query_words[0], i, t, lo, hi, at.row)
         hide_by_word(w.acc_s, w.query_words[0], 0)
+
+
+@T.macro
+def take_bits(plan, arg, w, masked, step):
+    """Loads the words of a listed tile, by its number in the line, if it has bits: early, under the wait for S."""
+    if plan.bits:
+        if masked & has_bits_at(plan, arg, w, step):
+            load_bits(w.query_words, arg, w.rows[3] + step, 0)
+
+
+def has_bits_at(plan: Any, arg: Any, w: Any, step: Any) -> Any:
+    """Whether a masked tile of the line has bits; None where no tile has."""
+    return has_bits(arg, w.rows[3] + step) if plan.bits else None
+
+
+@T.macro
+def hide_by_bits_or_mask(w, scores):
+    if scores.has_bits:
+        hide_by_bits(w.acc_s, w.query_words)
+    else:
+        tile.hide(w.acc_s, scores)
 
 
 @T.macro

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...tile.lists import length_of_line, mixed_of_line
+from ...tile.mixed_bits import place_of_line
 from .config import CONSUMERS
 from .loads import line_of_head, tiles_of_head
 from .plan import BATCH, DS_WRITTEN, KEY
@@ -29,12 +30,17 @@ def find_rows(plan, w, h):
 
 @T.macro
 def find_line(plan, arg, w, h):
-    """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask."""
+    """Sets w.rows: the line of the head's tiles of queries, how many there are, and how many of them need the mask.
+
+    With bits also the place of those of the first tile.
+    """
     if plan.call.packed:
         T.sync_threads(DS_WRITTEN, CONSUMERS)  # as in find_rows: all have read the last head's numbers
     w.rows[0] = w.uniform(line_of_head(plan, arg, w, h))
     w.rows[1] = w.uniform(length_of_line(arg, w.rows[0]))
     w.rows[2] = w.uniform(mixed_of_line(arg, w.rows[0]))
+    if plan.bits:
+        w.rows[3] = w.uniform(place_of_line(arg, w.rows[0]))
     if plan.call.packed:
         T.sync_threads(DS_WRITTEN, CONSUMERS)
         T.fence_proxy_async()

@@ -12,7 +12,7 @@ from ...tile import softmax
 from ...tile.hopper import WARP
 from ...tile.matrices import element
 from .. import tile
-from .query_words import hide_by_words
+from .query_words import hide_by_bits_or_mask, hide_by_words
 
 
 @T.macro
@@ -24,6 +24,8 @@ def scores_to_probabilities(plan, w, scores, lse2):
     if scores.masked:
         if plan.mask_words:
             hide_by_words(plan, w, scores)
+        elif plan.bits:
+            hide_by_bits_or_mask(w, scores)
         else:
             tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, lse2, c, scores)

@@ -6,11 +6,11 @@ from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP
-from ...tile.key_words import find_ranges, hide_by_ranges, hide_outside
+from ...tile.key_words import find_ranges
 from ...tile.mask import Visibility, apply_score, keep_uniforms
 from ...tile.matrices import load_words, straight
 from ...tile.softmax import ROWS
-from .mixed_tiles import hide_scores
+from .mixed_tiles import hide_scores, take_bits
 from .tasks import (
     BATCH,
     COUNT,
@@ -197,7 +197,7 @@ def release_tile(plan, w, stage):
 
 
 @T.macro
-def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
+def scores_to_weights(plan, arg, w, first_key, masked, bounded=False, number=0):
     k_lo = T.alloc_var("int32", init=first_key)
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
@@ -208,12 +208,7 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
     if plan.traced.score is not None:
         apply_score(w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo)
     if masked:
-        if plan.keys is not None:
-            hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
-        elif plan.by_ranges:
-            hide_by_ranges(w.acc_s, w.key_words, w.ranges, w.thread, visible, b, h, q_lo, k_lo)
-        else:
-            hide_scores(plan, w, visible, b, h, q_lo, k_lo)
+        hide_scores(plan, arg, w, number, visible, b, h, q_lo, k_lo)
     if bounded:
         softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
         softmax.add_own_half(w.acc_s, w.sums, 0)
@@ -279,8 +274,10 @@ def store(plan, arg, w):
 
 
 @T.macro
-def advance(plan, arg, w, k_lo, masked, bounded):
+def advance(plan, arg, w, k_lo, masked, bounded, number=0):
     """Computes the scores of the next tile of keys, and adds the values of the tile before to O under the softmax."""
+    if masked:
+        take_bits(plan, arg, w, number)
     T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
     wait_for_turn(plan, w)
     multiply_qk(plan, w, w.stage[K_STAGE])
@@ -290,7 +287,7 @@ def advance(plan, arg, w, k_lo, masked, bounded):
     take_tile(plan, w, w.stage[K_STAGE])
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
-    scores_to_weights(plan, arg, w, k_lo, masked, bounded)
+    scores_to_weights(plan, arg, w, k_lo, masked, bounded, number)
     wait_for_pv(plan, w)
     release(plan, w, w.v_free, w.stage[V_STAGE])
     keep_weights(plan, w)
@@ -307,7 +304,7 @@ def walk_masked(plan, arg, w, count, right, left, masked):
     if plan.masks_inside:
         for j in T.serial(masked - 1):
             tile = tile_of_step(plan, arg, w, j + 1, count, right, left)
-            advance(plan, arg, w, first_key_of(plan, w, tile), True, False)
+            advance(plan, arg, w, first_key_of(plan, w, tile), True, False, j + 1)
 
 
 @T.macro
@@ -336,6 +333,7 @@ def attend(plan, arg, w, turn):
         of = sizes_of_task(plan, arg, w)
         visible = Visibility(plan.traced, Emitter(arg.operands), of.seqlen_k)
         find_ranges(w.ranges, visible, w.task[BATCH], w.task[HEAD], w.task[ROW] + of.seqlen_k - of.seqlen_q)
+    take_bits(plan, arg, w, 0)
     T.barrier_wait(w.q_ready[0], turn & 1)
     if plan.config.q_in_registers:
         # Q: [block_M, head_dim]

@@ -141,7 +141,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
                 uniforms=plan.score.allocate() if plan.score is not None else None,
                 words=dropout.of_call(call),
-                key_words=alloc_words(plan.block_M, plan.block_N) if config.mask_words else [],
+                key_words=alloc_words(plan.block_M, plan.block_N) if config.mask_words or plan.bits else [],
                 ranges=alloc_ranges(plan.block_M, plan.consumers) if plan.by_ranges else None,
             )
             _annotate_layouts(plan, config, w)
@@ -166,7 +166,7 @@ def _annotate_layouts(plan: HopperPlan, config: HopperConfig, w: Any) -> None:
         T.annotate_layout({w.weights: tile_layout(w.weights, plan.block_N * plan.size)})
     if plan.copied is not None:
         T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
-    if config.mask_words:
+    if w.key_words:
         T.annotate_layout(layouts(w.key_words))
     if plan.by_ranges:
         T.annotate_layout(layouts([w.ranges.lows, w.ranges.highs, w.ranges.apart]))

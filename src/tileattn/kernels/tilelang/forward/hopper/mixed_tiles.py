@@ -11,30 +11,13 @@ Of `Dilated` at head dim 128 a mixed tile takes 771 instructions a thread more t
 
 from __future__ import annotations
 
-from typing import Any
-
 import tilelang.language as T
 
-from .....variant.expression import Expr
-from ...tile.expressions import Emitter
+from ...tile.distance import DistanceEmitter, allowed_at
+from ...tile.key_words import hide_by_ranges, hide_outside
 from ...tile.mask import apply_mask
-
-DISTANCE = "q - k"  # not a name that an expression has
-
-
-class DistanceEmitter(Emitter):
-    """Emits `q - k` as the value of `DISTANCE`."""
-
-    def _emit(self, expr: Any, values: dict[str, Any], rounds: bool = True) -> Any:
-        if isinstance(expr, Expr) and str(expr) == "(sub q k)":
-            return values[DISTANCE]
-        return super()._emit(expr, values, rounds)
-
-
-def _allowed(visible: Any, emit: Emitter, b: Any, h: Any, q: Any, k: Any, distance: Any) -> Any:
-    """As :meth:`Visibility.allows`."""
-    allowed = emit(visible.allowed, b=b, h=h, q=q, k=k, **{DISTANCE: distance})
-    return allowed if visible.bounded else (k < visible.seqlen_k) & allowed
+from ...tile.mixed_bits import has_bits, hide_by_bits, load_bits
+from .tasks import BITS
 
 
 @T.macro
@@ -49,16 +32,33 @@ def apply_mask_by_distance(acc_s, visible, thread, b, h, q_lo, k_lo):
     distance = T.alloc_var("int32", init=q - k)
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.if_then_else(
-            _allowed(visible, emit, b, h, q + (i - row), k + (j - column), distance + ((i - row) - (j - column))),
+            allowed_at(visible, emit, b, h, q + (i - row), k + (j - column), distance + ((i - row) - (j - column))),
             acc_s[i, j],
             -T.infinity("float32"),
         )
 
 
 @T.macro
-def hide_scores(plan, w, visible, b, h, q_lo, k_lo):
-    """The same, as the kernel does it."""
-    if plan.listed:
+def take_bits(plan, arg, w, number):
+    """Loads the words of a task's mixed tile, by its number, if it has bits: early, under the wait for the product."""
+    if plan.bits:
+        if has_bits(arg, w.task[BITS] + number):
+            load_bits(w.key_words, arg, w.task[BITS] + number, w.rank * plan.block_M)
+
+
+@T.macro
+def hide_scores(plan, arg, w, number, visible, b, h, q_lo, k_lo):
+    """The same, as the kernel does it. number: of the tile in its task, with bits."""
+    if plan.bits:
+        if has_bits(arg, w.task[BITS] + number):
+            hide_by_bits(w.acc_s, w.key_words)
+        else:
+            apply_mask_by_distance(w.acc_s, visible, w.thread, b, h, q_lo, k_lo)
+    elif plan.keys is not None:
+        hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
+    elif plan.by_ranges:
+        hide_by_ranges(w.acc_s, w.key_words, w.ranges, w.thread, visible, b, h, q_lo, k_lo)
+    elif plan.listed:
         apply_mask_by_distance(w.acc_s, visible, w.thread, b, h, q_lo, k_lo)
     else:
         apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)

@@ -39,6 +39,7 @@ class HopperPlan:
         key_step: tiles of keys begin at the first key that is visible, or before it at a multiple of this. From the
             first key itself a task takes half a tile less on average, and documents no mask at the left.
         listed: whether tiles are taken from lists; they begin at key 0 then.
+        bits: whether mixed tiles have bits that were made before.
         keys: the range of keys that each query sees, if the mask leaves one and bits are to say which; else None.
         score: the score modification, or None.
         copied, copied_dtype: the tile load whose tiles, such as a bias's, the producer copies with K's, and its dtype;
@@ -72,7 +73,7 @@ class HopperPlan:
         self.bounded = capped and call.dtype == torch.bfloat16 and traced.copied_tile is None
         self.masks_inside = traced.allows is not None
         self.from_first_key = isinstance(traced.kv_range[0], int) and traced.kv_range[0] <= 0
-        self.listed = config.listed
+        self.listed, self.bits = config.listed, config.bits
         self.keys = key_range(traced) if config.mask_words else None
         self.by_ranges = config.mask_words and self.keys is None
         self.copied, self.copied_dtype = traced.copied_tile or (None, None)

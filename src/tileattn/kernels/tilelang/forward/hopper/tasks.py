@@ -9,13 +9,15 @@ from ...packed.tasks import find_task
 from ...tile.expressions import Emitter
 from ...tile.lists import length_of_line, line_of, mixed_of_line, tile_of_line
 from ...tile.mask import Visibility
+from ...tile.mixed_bits import place_of_line
 from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
 from .sorted_lists import pair_and_line, row_of_line
 
 # A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
 # and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
-# (A cluster's blocks copy wholes of 16 bytes, so there is one field to spare.) With lists FIRST_KEY is the task's line.
-BATCH, HEAD, ROW, FIRST_KEY, RIGHT, LEFT, COUNT, _ = range(FIELDS)
+# (A cluster's blocks copy wholes of 16 bytes.) With lists FIRST_KEY is the task's line, and BITS the place of its first
+# tile's bits.
+BATCH, HEAD, ROW, FIRST_KEY, RIGHT, LEFT, COUNT, BITS = range(FIELDS)
 Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
 
 
@@ -132,6 +134,8 @@ def write_message(plan, arg, w, turn, tile):
     if plan.listed:
         w.message[turn % plan.messages, RIGHT] = T.if_then_else(seen > 0, mixed_of_line(arg, first), 1)
         w.message[turn % plan.messages, LEFT] = 0
+        if plan.bits:
+            w.message[turn % plan.messages, BITS] = place_of_line(arg, first)
     else:
         w.message[turn % plan.messages, RIGHT] = count - full_end
         w.message[turn % plan.messages, LEFT] = T.min(full_begin, full_end)
