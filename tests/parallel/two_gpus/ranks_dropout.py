@@ -31,7 +31,7 @@ def dropped(options: dict[str, Any], layout: str, mask: str) -> dict[str, list[T
     found: list[list[Tensor]] = []
     for dtype, on_one in ((torch.bfloat16, False), (torch.float64, True), (torch.bfloat16, True)):
         leaves = [(x if on_one else plan.shard(x)).to(dtype).clone().requires_grad_() for x in qkv]
-        given = {"mask": visible, "dropout_p": P, "return_lse": True}
+        given: dict[str, Any] = {"mask": visible, "dropout_p": P, "return_lse": True}
         torch.manual_seed(SEED if on_one else SEED + 100 * plan.rank)
         with poisoned_memory():
             if on_one:
