@@ -31,13 +31,13 @@ def dropped(options: dict[str, Any], layout: str, mask: str) -> dict[str, list[T
     found: list[list[Tensor]] = []
     for dtype, on_one in ((torch.bfloat16, False), (torch.float64, True), (torch.bfloat16, True)):
         leaves = [(x if on_one else plan.shard(x)).to(dtype).clone().requires_grad_() for x in qkv]
-        given: dict[str, Any] = {"mask": visible, "dropout_p": P, "return_lse": True}
+        q, k, v = leaves
         torch.manual_seed(SEED if on_one else SEED + 100 * plan.rank)
         with poisoned_memory():
             if on_one:
-                o, lse = tileattn.attention(*leaves, **given, backend="torch")
+                o, lse = tileattn.attention(q, k, v, mask=visible, dropout_p=P, return_lse=True, backend="torch")
             else:
-                o, lse = plan.attention(*leaves, **given, **options)
+                o, lse = plan.attention(q, k, v, mask=visible, dropout_p=P, return_lse=True, **options)
             upstream = (do if on_one else plan.shard(do)).to(dtype)
             torch.autograd.backward([o, lse], [upstream, 0.1 * upstream.sum(3).transpose(1, 2).to(lse.dtype)])
         gradients = [x.grad for x in leaves if x.grad is not None]
