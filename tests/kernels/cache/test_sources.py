@@ -347,7 +347,7 @@ EDITS = [
     ),
     ("lists/emit.py", {"tile_lists", "decode_lines"}),
     ("lists/bits_kernel.py", {"mask_bits"}),
-    ("tile/mixed_bits.py", {"forward", "backward"}),
+    ("tile/mixed_bits.py", {"forward", "backward", "transpose_fp8"}),
     ("lists/launch.py", set()),
     ("../../variant/intervals/integers.py", {"tile_lists", "decode_lines"}),
     ("backward/shares/add.py", {"shares"}),

@@ -35,7 +35,7 @@ FEWEST_SHARING = 4
 # blocks in a tensor (one load) are mostly as large as tiles, none of which is mixed then.
 FEWEST_OPERATIONS = 3
 MOST_BYTES = 2**27  # of the bits of a call's tiles
-BLOCKS = 132 * 8  # eight of 128 threads for each multiprocessor of an H100 or H200
+BLOCKS = 132 * 8  # eight of 128 threads for each multiprocessor of an H100 or H200, of which two to four run at once
 WORD_COLUMNS, BYTES_OF_ROW = 128, 16  # a row of a tile has four words of 4 bytes for each 128 columns
 
 
