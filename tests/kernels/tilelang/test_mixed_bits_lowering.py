@@ -73,6 +73,7 @@ def check_words(source: str, loads: int, rows: int, columns: int) -> None:
         assert got == {(i, j): j // 2 * 4 + i * 2 + j % 2 for i, j in got}
 
 
+@pytest.mark.slow(reason="13 s")
 def test_words_of_the_forward_pass() -> None:
     """Of the first tile and of the others; before the wait for Q and for K."""
     source = forward_source(make_call(MASKS["function"], dim=128))

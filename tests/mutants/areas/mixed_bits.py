@@ -51,7 +51,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "kernels/tilelang/tile/mixed_bits.py",
-        (f"{LOWERING}::test_words_of_the_forward_pass",),
+        (f"{LOWERING}::test_words_of_the_backward_pass",),
         {"bits: the words of another row": ("first_row + i, t]", "first_row, t]")},
     ),
 ]
