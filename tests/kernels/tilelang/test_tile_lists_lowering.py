@@ -166,15 +166,18 @@ def test_ptxas_spills_no_more_in_packed_calls(name: str, dim: int, which: str, t
 # --- Which configuration a call is launched with ---
 
 
-def shape(seqlen: int, dim: int = 64) -> torch.Size:
-    return torch.Size((1, seqlen, 4, dim))
+def shape(seqlen: int, dim: int = 64, heads: int = 3) -> torch.Size:
+    """Of q. By default fewer heads than share bits of mixed tiles (lists/bits.py)."""
+    return torch.Size((1, seqlen, heads, dim))
 
 
 def test_long_calls_of_functions_are_launched_with_lists() -> None:
     call = make_call(MASKS["function"], dim=64)
     usual = defaults.default(call)
     assert isinstance(usual, HopperConfig)
-    assert launched(usual, call, shape(4096), shape(4096)) == dataclasses.replace(usual, listed=True)
+    listed = dataclasses.replace(usual, listed=True)
+    assert launched(usual, call, shape(4096), shape(4096)) == listed
+    assert launched(usual, call, shape(4096, heads=4), shape(4096)) == dataclasses.replace(listed, bits=True)
     assert launched(usual, call, shape(100), shape(4000)) is usual
     generic = defaults.default(make_call(MASKS["function"], dim=64, aligned=False))
     assert launched(generic, call, shape(4096), shape(4096)) is generic
