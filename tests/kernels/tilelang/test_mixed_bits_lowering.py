@@ -104,10 +104,6 @@ def test_a_kernel_with_bits_has_a_key_of_its_own() -> None:
     assert backward_key(backward, "main", as_listed(main)) != backward_key(backward, "main", as_listed(main, True))
 
 
-# Bytes that are spilled: of `Dilated` in the branch without bits alone.
-KNOWN = {("dilated", 64, "main"): 84, ("dilated", 128, "main"): 48}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["forward", "main"])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -119,7 +115,7 @@ def test_ptxas_spills_no_more(name: str, dim: int, which: str, tmp_path: Path) -
     call = make_call(MASKS[name] if name in MASKS else pattern(name, 512, 4, "cpu").mask, dim=dim)
     said = assemble(nvcc, forward_source(call) if which == "forward" else backward_source(call), "sm_90a", tmp_path)
     assert not SERIALIZED.search(said), said
-    assert max(numbers(r"(\d+) bytes spill stores", said)) <= KNOWN.get((name, dim, which), MAX_SPILLED)
+    assert max(numbers(r"(\d+) bytes spill stores", said)) <= MAX_SPILLED
 
 
 @pytest.mark.slow
