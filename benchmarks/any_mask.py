@@ -31,6 +31,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
+import any_mask_more
 import torch
 import typer
 from rich.console import Console
@@ -231,9 +232,21 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def measure(
-    case: Case, rounds: int, repeats: int, failed: str | None, plain: dict[str, float], without_bits: bool = False
+    case: Case,
+    rounds: int,
+    repeats: int,
+    failed: str | None,
+    plain: dict[str, float],
+    without_bits: bool = False,
+    more: Sequence[str] = (),
 ) -> list[Row]:
-    """Both passes of a case; implementations take turns. plain: the TFLOPS of each pass without a mask."""
+    """Both passes of a case; implementations take turns.
+
+    Args:
+        failed: why FlexAttention does not run.
+        plain: the TFLOPS of each pass without a mask.
+        more: of `any_mask_more.MORE`.
+    """
     of, given = of_case(case), tensors(case)
     runs, mask, reasons = {"tileattn": ours(case, given, of)}, None, {}
     if of is not None and without_bits:
@@ -248,11 +261,16 @@ def measure(
             failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     if of is not None and failed is not None:
         reasons["flex"] = failed
+    for name in more if mask is not None else ():
+        if name == "flex-fa4" or case.name == "blocks":
+            made = any_mask_more.runs_of(name, given, mask, _passes)
+            runs[name], why = any_mask_more.those_that_run(name, made)
+            reasons |= why
     rows = []
     for work in PASSES:
         row = Row(*case, work, {}, reasons=dict(reasons))
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        names = list(runs)
+        names = [name for name, passes in runs.items() if work in passes]
+        samples: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds):
             for index in order(len(names), number):
                 name = names[index]
@@ -369,6 +387,7 @@ def main(
     without_flex: Annotated[bool, typer.Option("--without-flex", help="tileattn alone.")] = False,
     without_bits: Annotated[bool, typer.Option("--without-bits", help="tileattn without bits, too.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows of --json, and measure the others.")] = False,
+    more: Annotated[str, typer.Option(help="flex-fa4, fa4: FA-4's kernels, too (any_mask_more.py).")] = "",
     rounds: Annotated[int, typer.Option(min=1)] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each implementation in each round.")] = 5,
     processes: Annotated[int, typer.Option(min=1, help="That compile FlexAttention; each has threads of its own.")] = 3,
@@ -385,6 +404,9 @@ def main(
         raise typer.BadParameter(f"--names: {wrong[0]!r} is no pattern; accepted: {', '.join(NAMES)}")
     if only not in ("", "passes", "making"):
         raise typer.BadParameter(f"--only: {only!r} is not known; accepted: passes, making")
+    wanted_more = [name for name in more.split(",") if name]
+    if wrong := [name for name in wanted_more if name not in any_mask_more.MORE]:
+        raise typer.BadParameter(f"--more: {wrong[0]!r} is not known; accepted: {', '.join(any_mask_more.MORE)}")
     if json.exists() and not resume:
         raise typer.BadParameter(f"--json {json} exists; --resume goes on with it")
     rows, made = _found(json) if json.exists() else ([], [])
@@ -397,7 +419,9 @@ def main(
         failed = dict.fromkeys(masked, "left out") if without_flex else compile_flex(masked, processes, limit)
         for case in wanted:
             plain = {row.work: row.tflops for row in rows if row.key[:4] == (PLAIN, *case[1:])}
-            rows += measure(case, rounds, repeats, failed.get(case), plain, without_bits)
+            rows += measure(
+                case, rounds, repeats, failed.get(case), plain, without_bits, [name for name in more.split(",") if name]
+            )
             save(rows, made, commit, json)
             console.print(f"{' '.join(map(str, case))}: {rows[-2].ms} {rows[-1].ms}")
         console.print(table(rows))
