@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tilelang.engine.lower import (
     lower_to_host_device_ir,
 )
 from tvm import arith, ir, runtime, tirx
+from tvm.script.ir_builder import IRBuilder
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
@@ -69,6 +71,7 @@ def _pass_context(function: Any) -> Any:
 
 
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
+    _name_apart(function)
     host, device, *_ = lower_to_host_device_ir(function, context)
     for name, kernel in list(device.functions.items()):
         kernel = _uniform_warpgroups(_one_producer_warp(_constant_waits(kernel)))
@@ -79,6 +82,26 @@ def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
             kernel = _without_padding(kernel, dict(zip(numbers[::2], numbers[1::2], strict=True)))
         device.update_func(name, kernel)
     return host, device
+
+
+def _name_apart(function: Any) -> None:
+    """Numbers the shared buffers of equal names, in the order in which the kernel allocates them.
+
+    TileLang 0.1.15 gives buffers of equal size their places in the order of their names. Buffers that are made in a
+    call, as the fields of a value, are all called "v", and then the order was that of addresses: the same kernel had
+    another source in each process.
+    """
+    buffers: list[Any] = []
+
+    def take(node: Any) -> None:
+        if isinstance(node, tirx.SBlock):
+            buffers.extend(each for each in node.alloc_buffers if each.scope().startswith("shared"))
+
+    stmt_functor.post_order_visit(function.body, take)
+    counts = Counter(each.name for each in buffers)
+    for number, buffer in enumerate(buffers):
+        if counts[buffer.name] > 1:
+            IRBuilder.name(f"{buffer.name or 'shared'}_{number:02d}", buffer)
 
 
 def _one_producer_warp(kernel: Any) -> Any:
