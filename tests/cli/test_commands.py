@@ -473,7 +473,7 @@ def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatc
 )
 def test_warmup_has_the_backward_kernels_for_all_sizes(variant: str, split: tuple[int, bool] | None) -> None:
     (call,) = warmup.backward_calls([(128, 128)], [variant], ["bf16"], "sm_90a")
-    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
+    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.kernel == "main"]
     expected = [None, *[(64, False)] * (variant == "causal"), *[split] * (split is not None)]
     own = [job for job in jobs if job.call == call]
     assert [job.config and (job.config.block_M, job.config.split) for job in own] == expected
