@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tileattn.cli.bench import BASELINES_ALSO_PEERS, BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
+from tileattn.cli.bundle import BUNDLE_EXAMPLES, RECORD_EXAMPLES, bundle, record
 from tileattn.cli.group import Commands
 from tileattn.cli.ladder_options import LADDER_EXAMPLES, ladder
 from tileattn.cli.tune import TUNE_EXAMPLES, tune
@@ -153,6 +154,8 @@ def warmup(
     raise typer.Exit(command.warm_up(choices.choose_kernels(options)))
 
 
+app.command(epilog=BUNDLE_EXAMPLES)(bundle)
+app.command(epilog=RECORD_EXAMPLES, context_settings={"ignore_unknown_options": True})(record)
 app.command(epilog=TUNE_EXAMPLES)(tune)
 
 

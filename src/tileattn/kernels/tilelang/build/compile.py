@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang
 import tilelang.language as T
@@ -45,23 +46,49 @@ def target_of(arch: str) -> Any:
 
 def device_source(function: Any, arch: str) -> str:
     """The CUDA or HIP source that TileLang generates; needs neither a GPU nor a device compiler."""
-    target = target_of(arch)
-    with target, _pass_context(function):
-        context = create_backend_context(target, None, "auto")
-        _, device = _lower(function, context)
-        return str(device_codegen_without_compile(device, context).inspect_source())
+    return sources(function, arch).device
 
 
-def build_library(function: Any, arch: str, path: Path) -> None:
-    """Compiles the function, with nvcc or hipcc and the host's C++ compiler, into the shared library `path`."""
+class Sources(NamedTuple):
+    """What TileLang generates of a function: for the device in CUDA or HIP, for the host in C."""
+
+    device: str
+    host: str
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that is compiled: it lasts as long as the kernel is generated the same way."""
+        parts = [nvcc.prepared(self.device), self.host, " ".join(nvcc.OPTIONS), " ".join(HOST_OPTIONS)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def sources(function: Any, arch: str) -> Sources:
+    """The generated sources; needs neither a GPU nor a device compiler."""
     target = target_of(arch)
     with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
+        of_device = device_codegen_without_compile(device, context).inspect_source()
+        return Sources(str(of_device), str(host_codegen(host, context).inspect_source()))
+
+
+def build_library(function: Any, arch: str, path: Path) -> str:
+    """Compiles the function, with nvcc or hipcc and the host's C++ compiler, into the shared library `path`.
+
+    Returns:
+        The digest of the sources (:attr:`Sources.digest`).
+    """
+    target = target_of(arch)
+    with target, _pass_context(function):
+        context = create_backend_context(target, None, "auto")
+        host, device = _lower(function, context)
+        of_device = str(device_codegen_without_compile(device, context).inspect_source())
         library = host_codegen(host, context)
+        of_host = str(library.inspect_source())
         with nullcontext() if arch.startswith("gfx") else nvcc.compiling():
             library.import_module(device_codegen(device, context))
         runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
+    return Sources(of_device, of_host).digest
 
 
 def _pass_context(function: Any) -> Any:

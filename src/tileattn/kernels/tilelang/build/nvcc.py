@@ -74,7 +74,7 @@ def cubin(code: str, arch: str) -> bytes:
     """
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
-        source.write_text(with_own_draw(with_own_products(code)))
+        source.write_text(prepared(code))
         headers = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
         command = [_nvcc(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
         run = subprocess.run(
@@ -93,6 +93,11 @@ def _nvcc() -> str:
         if Path(nvcc).is_file():
             return nvcc
     raise RuntimeError(f"there is no nvcc, not {nvcc}: install a CUDA toolkit or, for pip's, tileattn[cuda]")
+
+
+def prepared(code: str) -> str:
+    """The source as it is compiled."""
+    return with_own_draw(with_own_products(code))
 
 
 def with_own_products(code: str) -> str:

@@ -101,6 +101,12 @@ class Job(KernelJob):
 
         return kernel_of(self.call, self.config)
 
+    def compile(self) -> None:
+        if self.config is None:
+            ensure_transpose_compiled(self.call)
+        else:
+            ensure_compiled(self.call, self.config)
+
     def __str__(self) -> str:
         if self.config is None:
             return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"

@@ -1,0 +1,118 @@
+"""The folder of a bundle: libraries of kernels from the cache, those that load them, and the manifest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...bundles import runtime
+from ...bundles.manifest import KERNELS, RUNTIME, Entry, Manifest, checksum, identity
+from ...cache.sources import digest
+from ...cache.store import kernel_cache
+from ..build.job import KernelJob
+from ..build.library import device_compiler, generators, version
+
+# TVM's runtime, after the libraries of TileLang that it is linked to.
+OF_TVM = (*(f"libstub_{name}.so" for name in ("cuda", "cudart", "hip", "ascendcl")), "libtvm_runtime.so")
+TENSOR_MAPS_SOURCE = Path(runtime.__file__).with_name("tensor_maps.c")
+
+
+class Kept(NamedTuple):
+    """A compiled kernel: its library in the cache, and the digest of the source that it was compiled from."""
+
+    library: Path
+    source: str
+
+
+def cached(job: KernelJob) -> Kept | None:
+    """A kernel of the cache, or None where it is missing, or was compiled before sources were recorded."""
+    cache = kernel_cache()
+    library = cache.find(job.key)
+    source = None if library is None else cache.record(job.key).get("source")
+    return None if library is None or not isinstance(source, str) else Kept(library, source)
+
+
+def distribution_of(arch: str) -> str:
+    """The name of a bundle's package: of the architecture and, for NVIDIA's, the toolkit's major version."""
+    name = f"tileattn-kernels-{arch.replace('_', '')}"
+    major = re.match(r"cuda (\d+)", device_compiler())
+    return name if arch.startswith("gfx") or major is None else f"{name}-cu{major[1]}"
+
+
+def fill(folder: Path, jobs: Iterable[KernelJob], arch: str, preset: str) -> Manifest:
+    """Copies kernels of the cache and what loads them into an empty folder, and writes the manifest.
+
+    Args:
+        folder: of the package; it exists.
+        jobs: kernels that the cache holds.
+        arch: of all of them.
+        preset: the set's name.
+
+    Raises:
+        LookupError: the cache does not hold a kernel.
+    """
+    (folder / KERNELS).mkdir()
+    entries = {}
+    for job in jobs:
+        kept = cached(job)
+        if kept is None:
+            raise LookupError(f"the cache does not hold {job}")
+        key = identity(job.name.facts)
+        copied = shutil.copyfile(kept.library, folder / KERNELS / f"{key}.so")
+        entries[key] = Entry(checksum(Path(copied)), kept.source, digest(*generators(job.name.module)))
+    manifest = Manifest(
+        distribution=distribution_of(arch),
+        arch=arch,
+        preset=preset,
+        versions={name: version(name) for name in ("tileattn", "tilelang", "apache-tvm-ffi")}
+        | {"cuda": device_compiler().removeprefix("cuda ")},
+        runtime={} if arch.startswith("gfx") else _fill_runtime(folder / RUNTIME),
+        kernels=dict(sorted(entries.items())),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _fill_runtime(folder: Path) -> dict[str, str]:
+    """Copies TVM's runtime from TileLang's package, with its licence, and compiles what tensor maps need."""
+    folder.mkdir()
+    libraries = runtime.tilelang_libraries()
+    assert libraries is not None
+    for name in OF_TVM:
+        shutil.copyfile(libraries / name, folder / name)
+    for file in importlib.metadata.files("tilelang") or ():
+        if "licenses" in file.parts:
+            shutil.copyfile(Path(str(file.locate())), folder / f"TILELANG-{file.name}")
+    _compile(TENSOR_MAPS_SOURCE, folder / runtime.TENSOR_MAPS)
+    return {name: checksum(folder / name) for name in (OF_TVM[-1], runtime.TENSOR_MAPS)}
+
+
+def _compile(source: Path, library: Path) -> None:
+    spec = importlib.util.find_spec("tvm_ffi")
+    assert spec is not None
+    assert spec.origin is not None
+    headers = Path(spec.origin).parent / "include"
+    command: Sequence[str] = [
+        "g++",
+        "-x",
+        "c",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        f"-I{headers}",
+        str(source),
+        "-o",
+        str(library),
+    ]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise RuntimeError("g++ is not installed, which compiles the library that loads a bundle's kernels") from error
+    if run.returncode != 0:
+        raise RuntimeError(f"g++ ended with exit status {run.returncode}:\n{run.stderr}\n{' '.join(command)}")
