@@ -46,8 +46,8 @@ def bundle(
 ) -> None:
     """Compile a set of kernels into a wheel, for machines without a compiler.
 
-    The wheel is a package of its own, such as tileattn-kernels-sm90a-cu13. With it installed, these kernels need neither
-    TileLang nor nvcc. Kernels that the cache holds are not compiled again.
+    The wheel is a package of its own, such as tileattn-kernels-sm90a-cu13. With it installed, these kernels need
+    neither TileLang nor nvcc. Kernels that the cache holds are not compiled again.
     """
     from tileattn.cli import run_bundle
 

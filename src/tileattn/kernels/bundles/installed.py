@@ -127,8 +127,8 @@ def _is_as_recorded(bundle: Bundle, path: Path, sha256: str) -> bool:
 def _warn_of_version(bundle: Bundle) -> None:
     built_by = bundle.manifest.versions.get("tileattn", "of an unknown version")
     _warn(
-        f"{bundle} was made by tileattn {built_by}, and this is tileattn {importlib.metadata.version('tileattn')}, which "
-        "generates some of its kernels otherwise. Those are compiled instead. Install a bundle of this version "
+        f"{bundle} was made by tileattn {built_by}. This is tileattn {importlib.metadata.version('tileattn')}, which "
+        "generates some of its kernels otherwise, so those are compiled instead. Install a bundle of this version "
         f"(pip install --upgrade {bundle.manifest.distribution})"
     )
 

@@ -1,7 +1,7 @@
-"""The lock: for each kernel of the preset "default", the digest of the source that this version of tileattn generates.
+"""The lock: the digest of the source that this version generates, for each kernel of the preset "default".
 
-A bundle holds such digests, too. Where both agree, the bundle's kernel is what would be compiled here, so neither TileLang
-nor a compiler is needed to know it. A comment edited in a generator changes no digest; a changed instruction does.
+A bundle holds such digests, too. Where both agree, the bundle's kernel is what would be compiled here, and neither
+TileLang nor a compiler is needed to know it. A comment edited in a generator changes no digest; a changed instruction does.
 ``tileattn bundle --lock`` writes the file.
 """
 
