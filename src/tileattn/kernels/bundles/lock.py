@@ -1,7 +1,8 @@
 """The lock: the digest of the source that this version generates, for each kernel of the preset "default".
 
 A bundle holds such digests, too. Where both agree, the bundle's kernel is what would be compiled here, and neither
-TileLang nor a compiler is needed to know it. A comment edited in a generator changes no digest; a changed instruction does.
+TileLang nor a compiler is needed to know it. A comment edited in a generator changes no digest. A changed instruction
+does.
 ``tileattn bundle --lock`` writes the file.
 """
 
