@@ -224,3 +224,20 @@ def test_there_is_a_form_for_each_kind_of_issue() -> None:
     for name in ("bug", "wrong-result", "performance"):
         assert "tileattn info" in (ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text()
     assert (ROOT / ".github/pull_request_template.md").is_file()
+
+
+def test_the_changelog_is_in_order() -> None:
+    """In the form of Keep a Changelog: the newest version first, and in each version the kinds of change once."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings[0] == "[Unreleased]"
+    versions = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:]]
+    assert None not in versions
+    numbers = [Version(match[1]) for match in versions if match]
+    assert numbers == sorted(set(numbers), reverse=True)
+    order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+        kinds = re.findall(r"^### (.*)$", section, re.M)
+        assert kinds == [kind for kind in order if kind in kinds]
+    links = re.findall(r"^\[([^]]*)\]: https://github.com/tileattn/tileattn/\S+$", text, re.M)
+    assert links == [re.findall(r"\[(.*?)\]", heading)[0] for heading in headings]
