@@ -21,6 +21,7 @@ from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
+from tileattn.installation import pip_install
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.packages import any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
@@ -226,7 +227,7 @@ def _nvcc() -> str:
     try:
         return f"{version('nvidia-cuda-nvcc')} (from pip)"
     except PackageNotFoundError:
-        return "not found (pip install 'tileattn[cuda]')"
+        return f"not found ({pip_install('cuda')})"
 
 
 def _cache() -> str:

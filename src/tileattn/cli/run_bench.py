@@ -27,6 +27,7 @@ from tileattn.bench.runner import Run
 from tileattn.call.facts import device_arch
 from tileattn.cli import workspaces
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
+from tileattn.installation import pip_install
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.build import batch
 from tileattn.measure import timing
@@ -208,7 +209,7 @@ def check_picture(option: str, picture: Path, force: bool) -> None:
     if picture.exists() and not force:
         raise refuse(option, f"{picture} exists; give another name, or --force to overwrite it")
     if find_spec("matplotlib") is None:
-        raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
+        raise refuse(option, f"plots need matplotlib: {pip_install('plot')}")
 
 
 @contextmanager
@@ -224,7 +225,7 @@ def stopped_by_sigterm() -> Iterator[None]:
 def draw(measured: Any, picture: Path, asked: bool, option: str) -> None:
     """Draws the picture of a run. Without matplotlib it only says so, unless the picture was asked for."""
     if not asked and find_spec("matplotlib") is None:
-        typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
+        typer.echo(f"no picture: plots need matplotlib ({pip_install('plot')})", err=True)
         return
     from tileattn.bench import plot, plot_memory
     from tileattn.bench.draws import plot as plot_draws
