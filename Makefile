@@ -52,7 +52,7 @@ AND_EXTRAS := $(if $(EXTRAS),$(comma)$(EXTRAS))
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-bench: $(VENV)/.installed-plot$(AND_EXTRAS)
+bench: $(VENV)/.installed-compile,plot$(AND_EXTRAS)
 	$(VENV)/bin/tileattn bench $(ARGS)
 
 # One worker per core, so one thread per worker. The time limit ends a kernel that hangs.

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tileattn.bench import presets
 from tileattn.call.facts import device_arch
 from tileattn.cli.choices import refuse
+from tileattn.installation import pip_install
 from tileattn.kernels.bundles import lock as locks
 from tileattn.kernels.bundles.manifest import identity
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
@@ -40,7 +41,7 @@ def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only
         return 0
     for module, what in NEEDED.items():
         if importlib.util.find_spec(module) is None:
-            raise refuse("bundle", f'{what}, is not installed (pip install "tileattn[bundle]")')
+            raise refuse("bundle", f"{what}, is not installed ({pip_install('bundle')})")
     failed = _compile(jobs, processes or CORES)
     if failed:
         for text in failed:

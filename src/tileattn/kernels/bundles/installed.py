@@ -15,6 +15,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...installation import version
+from .. import packages
 from ..cache import sources
 from . import lock
 from .manifest import KERNELS, RUNTIME, Manifest, ManifestError, checksum, identity, read
@@ -52,6 +54,17 @@ def bundles() -> tuple[Bundle, ...]:
 def of_architecture(arch: str) -> tuple[Bundle, ...]:
     """The installed bundles of an architecture."""
     return tuple(each for each in bundles() if each.manifest.arch == arch)
+
+
+def absence(arch: str) -> str | None:
+    """The reason to refuse a call because nothing here has kernels for an architecture; None if something has.
+
+    TileLang compiles any kernel. A bundle has some; which it lacks is known when a kernel is looked up.
+    """
+    reason = packages.absence("tilelang", extra="compile")
+    if reason is None or of_architecture(arch):
+        return None
+    return f"{reason}, nor is a bundle of kernels for {arch}"
 
 
 def find(facts: str, modules: tuple[str, ...], arch: str) -> Path | None:
@@ -127,7 +140,7 @@ def _is_as_recorded(bundle: Bundle, path: Path, sha256: str) -> bool:
 def _warn_of_version(bundle: Bundle) -> None:
     built_by = bundle.manifest.versions.get("tileattn", "of an unknown version")
     _warn(
-        f"{bundle} was made by tileattn {built_by}. This is tileattn {importlib.metadata.version('tileattn')}, which "
+        f"{bundle} was made by tileattn {built_by}. This is tileattn {version()}, which "
         "generates some of its kernels otherwise, so those are compiled instead. Install a bundle of this version "
         f"(pip install --upgrade {bundle.manifest.distribution})"
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ....installation import pip_install
 from ...bundles import installed
 from ...bundles.runtime import runtime, tilelang_libraries
 from ...cache.sources import digest
@@ -69,9 +70,9 @@ def find_or_compile(job: KernelJob) -> Path:
 def _text_of_missing(job: KernelJob) -> str:
     names = ", ".join(str(each) for each in installed.of_architecture(job.arch)) or "none is installed"
     return (
-        f"no kernel for {job}: no bundle of kernels for {job.arch} has it ({names}), and TileLang, which would compile "
-        'it, is not installed. Install it (pip install "tileattn[compile]"), make a bundle with this kernel (tileattn '
-        'record, tileattn bundle), or pass backend="torch"'
+        f"no kernel for {job}: no bundle of kernels for {job.arch} has it as this version of tileattn needs it "
+        f"({names}), and TileLang, which would compile it, is not installed. Install TileLang ({pip_install('compile')}), make a "
+        'bundle with this kernel (tileattn record, tileattn bundle), or pass backend="torch"'
     )
 
 
