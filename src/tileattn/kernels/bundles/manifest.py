@@ -40,7 +40,7 @@ class Manifest:
         distribution: the package's name for pip, such as "tileattn-kernels-sm90a-cu13".
         arch: the architecture that its kernels run on, such as "sm_90a".
         preset: the name of the set of kernels.
-        versions: of tileattn, tilelang, cuda and apache-tvm-ffi, which made it.
+        versions: of tileattn, tilelang, apache-tvm-ffi and cuda (not for AMD), which made it.
         runtime: the libraries that load its kernels, in the order in which they are loaded, by their SHA-256.
         kernels: by :func:`identity`.
     """

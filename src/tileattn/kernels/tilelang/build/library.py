@@ -71,8 +71,9 @@ def _text_of_missing(job: KernelJob) -> str:
     names = ", ".join(str(each) for each in installed.of_architecture(job.arch)) or "none is installed"
     return (
         f"no kernel for {job}: no bundle of kernels for {job.arch} has it as this version of tileattn needs it "
-        f"({names}), and TileLang, which would compile it, is not installed. Install TileLang ({pip_install('compile')}), make a "
-        'bundle with this kernel (tileattn record, tileattn bundle), or pass backend="torch"'
+        f"({names}), and TileLang, which would compile it, is not installed. Install TileLang "
+        f"({pip_install('compile')}), make a bundle with this kernel (tileattn record, tileattn bundle), or pass "
+        'backend="torch"'
     )
 
 

@@ -76,7 +76,7 @@ def cubin(code: str, arch: str) -> bytes:
         source, result = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         source.write_text(prepared(code))
         headers = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
-        command = [_nvcc(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
+        command = [compiler(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
         run = subprocess.run(
             [*command, "-o", str(result), str(source)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=get_nvcc_subprocess_env(),
@@ -86,7 +86,12 @@ def cubin(code: str, arch: str) -> bytes:
         return result.read_bytes()
 
 
-def _nvcc() -> str:
+def compiler() -> str:
+    """The path of nvcc.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     nvcc = "where TileLang looks for it"
     with contextlib.suppress(RuntimeError):  # no toolkit at all
         nvcc = get_nvcc_compiler()

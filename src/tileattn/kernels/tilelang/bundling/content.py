@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -16,7 +17,7 @@ from ...bundles.manifest import KERNELS, RUNTIME, Entry, Manifest, checksum, ide
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
 from ..build.job import KernelJob
-from ..build.library import device_compiler, generators, version
+from ..build.library import generators, version
 
 # TVM's runtime, after the libraries of TileLang that it is linked to.
 OF_TVM = (*(f"libstub_{name}.so" for name in ("cuda", "cudart", "hip", "ascendcl")), "libtvm_runtime.so")
@@ -41,8 +42,23 @@ def cached(job: KernelJob) -> Kept | None:
 def distribution_of(arch: str) -> str:
     """The name of a bundle's package: of the architecture and, for NVIDIA's, the toolkit's major version."""
     name = f"tileattn-kernels-{arch.replace('_', '')}"
-    major = re.match(r"cuda (\d+)", device_compiler())
-    return name if arch.startswith("gfx") or major is None else f"{name}-cu{major[1]}"
+    return name if arch.startswith("gfx") else f"{name}-cu{cuda_version().partition('.')[0]}"
+
+
+@functools.cache
+def cuda_version() -> str:
+    """The version that nvcc prints, such as "13.0.88".
+
+    Raises:
+        RuntimeError: there is no nvcc, or it prints none.
+    """
+    from ..build.nvcc import compiler
+
+    text = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", text)
+    if match is None:
+        raise RuntimeError(f"nvcc --version prints no version: {text!r}")
+    return match[1]
 
 
 def fill(folder: Path, jobs: Iterable[KernelJob], arch: str, preset: str) -> Manifest:
@@ -66,12 +82,14 @@ def fill(folder: Path, jobs: Iterable[KernelJob], arch: str, preset: str) -> Man
         key = identity(job.name.facts)
         copied = shutil.copyfile(kept.library, folder / KERNELS / f"{key}.so")
         entries[key] = Entry(checksum(Path(copied)), kept.source, digest(*generators(job.name.module)))
+    versions = {name: version(name) for name in ("tileattn", "tilelang", "apache-tvm-ffi")}
+    if not arch.startswith("gfx"):
+        versions["cuda"] = cuda_version()
     manifest = Manifest(
         distribution=distribution_of(arch),
         arch=arch,
         preset=preset,
-        versions={name: version(name) for name in ("tileattn", "tilelang", "apache-tvm-ffi")}
-        | {"cuda": device_compiler().removeprefix("cuda ")},
+        versions=versions,
         runtime={} if arch.startswith("gfx") else _fill_runtime(folder / RUNTIME),
         kernels=dict(sorted(entries.items())),
     )

@@ -50,7 +50,7 @@ README = """\
 # {name}
 
 Ready-made kernels of tileattn for {arch}: the preset {preset}, {count} kernels, made with tileattn {version}, TileLang
-{tilelang} and CUDA {cuda}. With this package installed, tileattn needs neither TileLang nor a compiler for them.
+{tilelang}{cuda}. With this package installed, tileattn needs neither TileLang nor a compiler for them.
 `runtime` has TVM's runtime from TileLang's package, under the licence beside it.
 """
 
@@ -82,11 +82,15 @@ def build(project: Path, fill: Callable[[Path], Manifest], distribution: str, ou
     facts = {
         "name": distribution, "module": module, "group": GROUP, "arch": manifest.arch, "preset": manifest.preset,
         "count": len(manifest.kernels), "version": manifest.versions["tileattn"],
-        "tilelang": manifest.versions["tilelang"], "cuda": manifest.versions["cuda"], "platform": _platform(package),
+        "tilelang": manifest.versions["tilelang"], "cuda": _cuda(manifest), "platform": _platform(package),
     }  # fmt: skip
     for name, text in (("pyproject.toml", PROJECT), ("hatch_build.py", HOOK), ("README.md", README)):
         (project / name).write_text(text.format(**facts))
     return _wheel(project, out)
+
+
+def _cuda(manifest: Manifest) -> str:
+    return f" and CUDA {manifest.versions['cuda']}" if "cuda" in manifest.versions else ""
 
 
 def _wheel(project: Path, out: Path) -> Path:
