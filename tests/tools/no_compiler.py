@@ -3,8 +3,8 @@
     python -m pytest -p tests.tools.no_compiler -m gpu tests/test_conformance.py tests/test_conformance_backward.py
 
 From the first test on, a process that starts, or an import of TileLang, TVM or Triton, fails the test that does it. A
-test that asks for a kernel which no installed bundle has is skipped, with the kernel's name; so what passes has compiled
-nothing. The run ends with an error if TileLang is installed, if no bundle is, or if no test passes.
+test that asks for a kernel which no installed bundle has is skipped, with the name of the kernel. So what passes has
+compiled nothing. The run ends with an error if TileLang is installed, if no bundle is, or if no test passes.
 """
 
 from __future__ import annotations
