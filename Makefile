@@ -119,10 +119,14 @@ $(VENV)/.installed-%: $(VENV)/.python-$(PYTHON_VERSION) pyproject.toml $(CONSTRA
 	$(RUN) pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[$*]"
 	@touch $@
 
-# Torch's builds for GPUs ask for the Triton that they were made for, so another torch drops the pin of Triton as well.
+# Torch's builds for GPUs ask for the Triton that they were made for: an older torch for one up to the pinned Triton, a
+# newer torch for that or a newer one. The interpreter of Triton 3.6 fails with NumPy 2.4: "only 0-dimensional arrays can
+# be converted to Python scalars".
 ifneq ($(OTHER_TORCH),)
 $(CONSTRAINTS): constraints.txt $(VENV)/.python-$(PYTHON_VERSION)
-	sed 's/^torch==.*/torch==$(OTHER_TORCH)/; /^triton==/d' constraints.txt > $@
+	case $$(printf '%s\n' $(PINNED_TORCH) $(OTHER_TORCH) | sort -V | head -n 1) in \
+	$(OTHER_TORCH)) fit='s/^triton==/triton<=/; s/^numpy==2\.4[.0-9]*/numpy<2.4/';; *) fit='s/^triton==/triton>=/';; esac; \
+	sed "s/^torch==.*/torch==$(OTHER_TORCH)/; $$fit" constraints.txt > $@
 endif
 
 # Written last: a venv that could not be finished is made again.

@@ -63,9 +63,11 @@ def _local(url: str) -> Path | None:
 
 def _tree() -> Path | None:
     """The clone whose `src` this module is in, as with an editable install or PYTHONPATH; None if there is none."""
-    package = Path(__file__).resolve().parent
-    tree = package.parent.parent
-    return tree if package.parent.name == "src" and (tree / "pyproject.toml").is_file() else None
+    source = Path(__file__).resolve().parent.parent
+    project = source.parent / "pyproject.toml"
+    # Another project may keep a copy of tileattn in its own `src`.
+    is_clone = source.name == "src" and project.is_file() and f'\nname = "{NAME}"\n' in project.read_text("utf-8")
+    return source.parent if is_clone else None
 
 
 @functools.cache

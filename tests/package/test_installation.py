@@ -28,6 +28,17 @@ def test_in_a_clone_the_clone_is_named() -> None:
     assert pip_install("plot") == f'pip install -e "{ROOT}[plot]"'
 
 
+def test_a_copy_in_another_project_is_no_clone(tmp_path: Path) -> None:
+    package = tmp_path / "src/tileattn"
+    package.mkdir(parents=True)
+    (package / "installation.py").write_text(Path(installation.__file__).read_text())
+    code = "import installation as i; print(i._tree())"
+    for name, is_clone in (("theirs", False), ("tileattn", True)):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "1"\n')
+        done = subprocess.run([sys.executable, "-c", code], cwd=package, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(tmp_path.resolve() if is_clone else None)
+
+
 @pytest.mark.parametrize(
     ("origin", "command"),
     [

@@ -80,7 +80,8 @@ class _Sharding(NamedTuple):
             return None
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * len(self.dims), run_check=False)
-        return x.redistribute(self.mesh, self.placements(where)).to_local()
+        # Detached: PyTorch 2.11 otherwise detaches the result in place, an operator that its DTensors lack.
+        return x.detach().redistribute(self.mesh, self.placements(where)).to_local()
 
     def whole(self, x: Tensor, shape: Sequence[int], placements: list[Placement]) -> DTensor:
         """The DTensor of this shape, contiguous, from this rank's part."""
