@@ -17,6 +17,7 @@ import torch
 
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
+from .collection import collection_paused
 
 TILELANG = __package__.rpartition(".")[0]
 
@@ -42,9 +43,10 @@ def find_or_compile(key: str, kernel: Callable[[], Any], arch: str) -> Path:
     """
 
     def build(path: Path) -> None:
-        from .compile import build_library
+        with collection_paused():
+            from .compile import build_library
 
-        build_library(kernel(), arch, path)
+            build_library(kernel(), arch, path)
 
     return kernel_cache().find_or_build(key, build)
 
