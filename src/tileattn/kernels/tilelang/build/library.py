@@ -18,6 +18,7 @@ import torch
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
 from .collection import collection_paused
+from .progress import progress_line
 
 TILELANG = __package__.rpartition(".")[0]
 
@@ -43,12 +44,17 @@ def find_or_compile(key: str, kernel: Callable[[], Any], arch: str) -> Path:
     """
 
     def build(path: Path) -> None:
-        with collection_paused():
+        with progress_line(facts_of(key)), collection_paused():
             from .compile import build_library
 
             build_library(kernel(), arch, path)
 
     return kernel_cache().find_or_build(key, build)
+
+
+def facts_of(key: str) -> str:
+    """The kernel that a key is of, in a few words."""
+    return " ".join(key.split(" | ")[:2])
 
 
 @functools.cache
