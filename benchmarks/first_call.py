@@ -11,7 +11,6 @@ TileLang is timed by itself, with the garbage collector as it is while a kernel 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import resource
@@ -20,93 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+
+import torch
+import typer
+
+from tileattn.bench import results
+from tileattn.cli.group import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-CHILD = "--of-one-run"  # followed by the architecture, or "" for a call on the GPU
-HEAD_DIM, SEQLEN = 128, 4096
 Seconds = dict[str, float]
-
-
-# --- One run, in a process of its own ---
-
-
-class _Clock:
-    """Seconds of the parts of a run."""
-
-    def __init__(self) -> None:
-        self.parts: Seconds = {}
-        self.last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Ends a part, which began where the one before ended."""
-        now = time.perf_counter()
-        self.parts[part] = self.parts.get(part, 0.0) + now - self.last
-        self.last = now
-
-    def around(self, module: Any, name: str, before: str, part: str) -> None:
-        """Makes a function of a module end one part at its beginning, and its own at its end."""
-        function: Callable[..., Any] = getattr(module, name)
-
-        def timed(*arguments: Any) -> Any:
-            self.lap(before)
-            try:
-                return function(*arguments)
-            finally:
-                self.lap(part)
-
-        setattr(module, name, timed)
-
-
-def _one_run(arch: str) -> Seconds:
-    clock = _Clock()
-    import torch
-
-    clock.lap("import torch")
-    import tileattn
-    from tileattn.call.facts import AttentionCall
-    from tileattn.kernels.tilelang.forward.defaults import default
-    from tileattn.kernels.tilelang.forward.library import Job
-
-    clock.lap("import tileattn")
-    q = None
-    if not arch:
-        q = torch.randn(1, SEQLEN, 8, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        torch.cuda.synchronize()
-        clock.lap("start CUDA")
-    with _as_while_compiling():
-        from tileattn.kernels.tilelang.build import compile as building
-        from tileattn.kernels.tilelang.build import nvcc
-
-        importlib.import_module("tileattn.kernels.tilelang.forward.kernel")
-    clock.lap("import TileLang and the kernel's module")
-    clock.around(building, "_lower", "trace the kernel", "TileLang's passes")
-    clock.around(nvcc, "cubin", "generate source", "nvcc")
-    clock.around(building, "build_library", "trace the kernel", "export, with the host's compiler")
-    if q is None:
-        call = AttentionCall(torch.bfloat16, HEAD_DIM, HEAD_DIM, "Causal()", return_lse=False, arch=arch)
-        Job(call, default(call)).compile()
-        clock.lap("write into the cache")
-    else:
-        tileattn.attention(q, q, q, causal=True, backend="tilelang")
-        torch.cuda.synchronize()
-        clock.lap("load and run")
-    return clock.parts
-
-
-def _as_while_compiling() -> Any:
-    """The garbage collector as `find_or_compile` sets it; as it is in versions that leave it alone."""
-    try:
-        from tileattn.kernels.tilelang.build.collection import collection_paused
-    except ImportError:
-        return nullcontext()
-    return collection_paused()
-
-
-# --- All runs ---
 
 
 def measured(arch: str, checkout: Path) -> Seconds:
@@ -115,7 +38,7 @@ def measured(arch: str, checkout: Path) -> Seconds:
         environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=str(checkout / "src"))
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         run = subprocess.run(
-            [sys.executable, __file__, CHILD, arch],
+            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch],
             env=environment, capture_output=True, text=True, check=False, cwd=checkout,
         )  # fmt: skip
         total, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -142,10 +65,6 @@ def main(
     commit: str | None,
 ) -> None:
     """Runs in turns, prints a table and writes the file."""
-    import torch
-
-    from tileattn.bench import results
-
     checkouts = {"this": ROOT} | ({"beside": beside.resolve()} if beside is not None else {})
     measured_runs: dict[str, list[Seconds]] = {name: [] for name in checkouts}
     for _ in range(runs):
@@ -173,38 +92,31 @@ def main(
         print(f"The rows are in {json_file}.")
 
 
-def command_line() -> None:
-    import typer
+app = typer.Typer(help=(__doc__ or "").split("\n\n")[0], add_completion=False)
 
-    from tileattn.cli.group import run_script
 
-    app = typer.Typer(help=(__doc__ or "").split("\n\n")[0], add_completion=False)
-
-    @app.command()
-    def first_call(
-        runs: Annotated[int, typer.Option(min=1, help="Processes of each checkout.")] = 5,
-        compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile, and run nothing.")] = False,
-        arch: Annotated[str | None, typer.Option(help="With --compile-only: sm_90a, ...", show_default=False)] = None,
-        beside: Annotated[
-            Path | None, typer.Option(exists=True, file_okay=False, help="Another checkout.", show_default=False)
-        ] = None,
-        json: Annotated[Path | None, typer.Option(help="Where the rows go, too.", show_default=False)] = None,
-        commit: Annotated[
-            str | None, typer.Option(help="To record in --json, instead of what git says.", show_default=False)
-        ] = None,
-    ) -> None:
-        if compile_only != (arch is not None):
-            raise typer.BadParameter("--compile-only and --arch go together; without them the call runs on the GPU")
-        if json is not None and json.exists():
-            raise typer.BadParameter(f"--json {json} exists")
-        main(runs, arch or "", beside, json, commit)
-
-    run_script(app)
+@app.command()
+def first_call(
+    runs: Annotated[int, typer.Option(min=1, help="Processes of each checkout.")] = 5,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile, and run nothing.")] = False,
+    arch: Annotated[str | None, typer.Option(help="With --compile-only: sm_90a, ...", show_default=False)] = None,
+    beside: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Another checkout.", show_default=False)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where the rows go, too.", show_default=False)
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="To record in --json, instead of what git says.", show_default=False)
+    ] = None,
+) -> None:
+    """Measures a first call in fresh processes."""
+    if compile_only != (arch is not None):
+        raise typer.BadParameter("--compile-only and --arch go together; without them the call runs on the GPU")
+    if json_file is not None and json_file.exists():
+        raise typer.BadParameter(f"--json {json_file} exists")
+    main(runs, arch or "", beside, json_file, commit)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [CHILD]:
-        print(json.dumps(_one_run(sys.argv[2])))
-        sys.stdout.flush()
-        os._exit(0)  # not the end of TileLang's process, which takes its time
-    command_line()
+    run_script(app)
