@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -18,16 +19,16 @@ from tileattn.kernels.tilelang.build import library, progress
 PATIENCE_S = 60.0
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """stderr is a terminal; its other end, from which the test reads."""
+    """Inside, stderr is a terminal; its other end, from which the test reads. (pytest undoes it in fixtures.)"""
     ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(progress, "AFTER_S", 0.0)
-        monkeypatch.setattr(progress, "EVERY_S", 0.01)
-        monkeypatch.setattr(progress, "_count", 4)
+    with os.fdopen(theirs, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        patch.setenv("TERM", "xterm")
+        patch.setattr(progress, "AFTER_S", 0.0)
+        patch.setattr(progress, "EVERY_S", 0.01)
+        patch.setattr(progress, "_count", 4)
         yield ours
     os.close(ours)
 
@@ -41,28 +42,30 @@ def read_until(end: int, text: str) -> str:
     return found
 
 
-def test_a_terminal_has_a_line_that_is_removed(terminal: int) -> None:
-    with progress.progress_line("forward of [x] " + "y" * 99):
-        assert "compiling forward of [x] y" in read_until(terminal, "(kernel 5)")
-    assert "\x1b[2K" in read_until(terminal, "\x1b[?25h")  # the line is erased, and the cursor shown again
+def test_a_terminal_has_a_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as end:
+        with progress.progress_line("forward of [x] " + "y" * 99):
+            line = read_until(end, "forward of [x]")
+        assert "compiling kernel 5 of this process, 0 s: forward" in line
+        read_until(end, "\x1b[1A\x1b[2K")  # up by one line, and erase it
 
 
-def test_an_error_ends_the_line(terminal: int) -> None:
-    def fails() -> None:
+def test_an_error_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(end: int) -> None:
         with progress.progress_line("forward"):
-            read_until(terminal, "compiling forward")
+            read_until(end, "s: forward")
             raise RuntimeError("no compiler")
 
-    with pytest.raises(RuntimeError, match="no compiler"):
-        fails()
+    with terminal(monkeypatch) as end, pytest.raises(RuntimeError, match="no compiler"):
+        fails(end)
     assert progress._one_line.acquire(blocking=False)
     progress._one_line.release()
 
 
-def test_one_line_at_a_time(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[Any] = []
     monkeypatch.setattr(progress, "_show", lambda what, ended: lines.append(what))
-    with progress.progress_line("first"), progress.progress_line("second"):
+    with terminal(monkeypatch), progress.progress_line("first"), progress.progress_line("second"):
         pass
     assert lines == ["first"]
 
@@ -76,11 +79,12 @@ def test_without_a_terminal_there_is_none(stderr: Any, monkeypatch: pytest.Monke
     assert stderr is None or stderr.getvalue() == ""
 
 
-def test_child_processes_have_none(terminal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.multiprocessing, "parent_process", lambda: object())
-    monkeypatch.setattr(threading, "Thread", None)
-    with progress.progress_line("forward"):
-        pass
+    with terminal(monkeypatch):
+        monkeypatch.setattr(threading, "Thread", None)
+        with progress.progress_line("forward"):
+            pass
 
 
 def test_rich_is_not_imported_before_there_is_a_line() -> None:

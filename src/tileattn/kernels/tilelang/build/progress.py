@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 AFTER_S = 2.0  # a kernel that is compiled sooner has no line
 EVERY_S = 0.5
-MOST_LETTERS = 60
 
 _count = 0  # kernels that this process has begun to compile
 _one_line = threading.Lock()
@@ -33,7 +32,7 @@ def progress_line(what: str) -> Iterator[None]:
         yield
         return
     ended = threading.Event()
-    line = threading.Thread(target=_show, args=(what[:MOST_LETTERS], ended), daemon=True)
+    line = threading.Thread(target=_show, args=(what, ended), daemon=True)
     try:
         line.start()
         try:
@@ -59,11 +58,16 @@ def _show(what: str, ended: threading.Event) -> None:
     if ended.wait(AFTER_S):
         return
     from rich.console import Console
-    from rich.markup import escape
+    from rich.live import Live
+    from rich.text import Text
 
-    def text() -> str:
-        return f"tileattn: compiling {escape(what)}: {time.perf_counter() - begin:.0f} s (kernel {_count})"
+    def text() -> Text:
+        seconds = time.perf_counter() - begin
+        line = f"tileattn: compiling kernel {_count} of this process, {seconds:.0f} s: {what}"
+        return Text(line, no_wrap=True, overflow="ellipsis")
 
-    with Console(stderr=True).status(text()) as status:
+    # What the program itself prints meanwhile stays where it was sent to.
+    options = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Live(text(), console=Console(stderr=True, force_terminal=True), **options) as line:
         while not ended.wait(EVERY_S):
-            status.update(text())
+            line.update(text(), refresh=True)
