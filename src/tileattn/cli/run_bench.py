@@ -145,6 +145,14 @@ def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
     return int(failed)
 
 
+def list_kernels(jobs: Sequence[batch.AnyJob]) -> int:
+    """The code of `tileattn warmup --list`: prints a line per kernel. Returns the exit code."""
+    for job in jobs:
+        typer.echo(str(job))
+    typer.echo(f"{len(jobs)} kernels")
+    return 0
+
+
 def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
     """The paths of result file and picture. The result file is created at once, so that two runs never share it."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -19,6 +19,8 @@ from ...bundles.runtime import runtime, tilelang_libraries
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
 from . import record
+from .collection import collection_paused
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from .job import KernelJob
@@ -60,9 +62,10 @@ def find_or_compile(job: KernelJob) -> Path:
         raise RuntimeError(_text_of_missing(job))
 
     def build(path: Path) -> dict[str, str]:
-        from .compile import build_library
+        with progress_line(str(job)), collection_paused():
+            from .compile import build_library
 
-        return {"source": build_library(job.function(), job.arch, path)}
+            return {"source": build_library(job.function(), job.arch, path)}
 
     return kernel_cache().find_or_build(job.key, build)
 
