@@ -78,10 +78,10 @@ class _Sharding(NamedTuple):
 
         if x is None:
             return None
+        x = x.detach()  # PyTorch 2.11 otherwise detaches the result in place, an operator that its DTensors lack
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * len(self.dims), run_check=False)
-        # Detached: PyTorch 2.11 otherwise detaches the result in place, an operator that its DTensors lack.
-        return x.detach().redistribute(self.mesh, self.placements(where)).to_local()
+        return x.redistribute(self.mesh, self.placements(where)).to_local()
 
     def whole(self, x: Tensor, shape: Sequence[int], placements: list[Placement]) -> DTensor:
         """The DTensor of this shape, contiguous, from this rank's part."""
