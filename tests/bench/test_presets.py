@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from tileattn import ALiBi, Causal, Documents, SlidingWindow, SoftCap
 from tileattn.bench import presets
-from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward.jobs import all_jobs
@@ -25,6 +23,7 @@ from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.kernels.tilelang.packed.library import PlanJob
 from tileattn.variant.key import encode
+from tileattn.variant.validation import normalize
 
 ARCH = "sm_90a"
 NVIDIA = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -39,9 +38,9 @@ MASKS: dict[str, Any] = {
     "window and documents": SlidingWindow(1024, 0) & Documents(IDS),
 }
 MODIFIED: dict[str, Any] = {
-    "soft cap": (Causal(), (SoftCap(50.0),)),
-    "alibi": (Causal(), (ALiBi(SLOPES),)),
-    "soft cap and window": (SlidingWindow(1024, 0), (SoftCap(50.0),)),
+    "soft cap": (None, [SoftCap(50.0)]),
+    "alibi": (None, [ALiBi(SLOPES)]),
+    "soft cap and window": (SlidingWindow(1024, 0), [SoftCap(50.0)]),
 }
 
 
@@ -55,8 +54,9 @@ def names() -> frozenset[str]:
     return frozenset(job.name.facts for job in default())
 
 
-def key(mask: Any, mods: Any = ()) -> str:
-    return encode(mask, mods)[0]
+def key(mask: Any, mods: Any = None, causal: bool = False) -> str:
+    """Of the arguments of `attention`."""
+    return encode(*normalize(mask, mods, causal=causal))[0]
 
 
 def lacking(jobs: Any) -> list[str]:
@@ -92,8 +92,7 @@ def test_default_has_every_mask_with_and_without_a_sink(mask: Any, sink: bool) -
 
 @pytest.mark.parametrize("variant", MODIFIED.values(), ids=MODIFIED)
 def test_default_has_the_modifications(variant: Any) -> None:
-    mask, mods = variant
-    for call in of_every(key(mask, mods)):
+    for call in of_every(key(*variant, causal=True)):
         forward = [Job(each, config) for each in (call, replace(call, return_lse=False)) for config in defaults(each)]
         assert lacking(forward) == []
         needs = (True, True, True, False, *((False,) * ("ALiBi" in call.variant)))
@@ -111,15 +110,19 @@ def test_default_has_the_plan_of_packed_calls() -> None:
     assert lacking([PlanJob(ARCH)]) == []
 
 
-def test_default_has_decoding() -> None:
-    calls = {job.call for job in default() if isinstance(job, DecodeJob)}
-    wanted: Callable[..., DecodeCall] = functools.partial(DecodeCall, arch=ARCH, variant="")
-    for dtype, (dim, dim_v), rows, packed, lse in itertools.product(
-        DTYPES, DIMS, (0, 16, 64), (False, True), (False, True)
-    ):
-        of_dtype = [call for call in calls if (call.dtype, call.head_dim, call.head_dim_v) == (dtype, dim, dim_v)]
-        found = [call for call in of_dtype if (call.packed, call.return_lse) == (packed, lse)]
-        assert any(bool(call.page_rows) == bool(rows) for call in found), (wanted(dtype, dim, dim_v), rows)
+@pytest.mark.parametrize("page_rows", [0, 16, 64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_default_has_decoding(page_rows: int, packed: bool) -> None:
+    calls = [job.call for job in default() if isinstance(job, DecodeJob)]
+    found = {
+        (call.dtype, call.head_dim, call.head_dim_v, call.return_lse)
+        for call in calls
+        if (call.page_rows, call.packed) == (page_rows, packed)
+    }
+    assert found == {(dtype, *dims, lse) for dtype in DTYPES for dims in DIMS for lse in (False, True)}
+
+
+def test_default_plans_and_writes_for_decoding() -> None:
     assert {type(job) for job in default()} >= {DecodePlanJob, AppendJob}
 
 
