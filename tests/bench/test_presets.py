@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tools import ROOT
 from tileattn import ALiBi, Causal, Documents, SlidingWindow, SoftCap
 from tileattn.bench import presets
 from tileattn.call.facts import AttentionCall, BackwardCall
@@ -22,8 +23,7 @@ from tileattn.kernels.tilelang.decode.library import PlanJob as DecodePlanJob
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.kernels.tilelang.packed.library import PlanJob
-from tileattn.variant.key import encode
-from tileattn.variant.validation import normalize
+from tileattn.variant.key import encode, normalize
 
 ARCH = "sm_90a"
 NVIDIA = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -149,3 +149,14 @@ def test_a_sample_has_24_kernels_of_every_kind(arch: str) -> None:
     kinds = {type(job) for job in presets.jobs(presets.SAMPLE, arch)}
     assert {type(job) for job in jobs} == kinds
     assert (len(kinds) > 3) == (arch in NVIDIA)
+
+
+@pytest.mark.slow(reason="lists each preset for three architectures, 40 s")
+def test_the_page_has_the_counts() -> None:
+    header, *rows = [line for line in (ROOT / "docs/bundles.md").read_text().splitlines() if line.startswith("| ")]
+    archs = header.strip("| ").split(" | ")[2:]
+    assert archs == [ARCH, "sm_80", "gfx942"]
+    for name in presets.NAMES:
+        (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
+        counts = [int(cell) for cell in row.strip("| ").split(" | ")[2:]]
+        assert counts == [len(presets.named(name, arch)) for arch in archs], name

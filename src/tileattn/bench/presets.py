@@ -90,9 +90,9 @@ def named(name: str, arch: str) -> list[AnyJob]:
 
 def sample(arch: str) -> list[AnyJob]:
     """`SAMPLED` kernels that differ: of each kind some, spread evenly over the table."""
-    by_kind: dict[str, list[AnyJob]] = {}
+    by_kind: dict[object, list[AnyJob]] = {}
     for job in jobs(SAMPLE, arch):
-        kind = f"{job.kernel}" if isinstance(job, BackwardJob) else type(job).__name__
+        kind = job.kernel if isinstance(job, BackwardJob) else type(job)
         by_kind.setdefault(kind, []).append(job)
     found: list[AnyJob] = []
     while by_kind:  # small kinds give all that they have, and the others share what is left
