@@ -45,6 +45,7 @@ NAMES = """
 from collections import Counter
 from dataclasses import replace
 import torch
+import tilelang  # which makes tvm importable
 from tvm import tirx
 from tvm.tirx import stmt_functor
 from tileattn.call.facts import AttentionCall, BackwardCall
