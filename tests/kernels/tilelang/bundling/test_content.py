@@ -75,8 +75,8 @@ def test_a_name_has_architecture_and_toolkit(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(importlib.util.find_spec("tvm_ffi") is None, reason="needs apache-tvm-ffi")
 def test_a_compiler_that_fails_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrong.c").write_text("int f( {")
-    with pytest.raises(RuntimeError, match="g\\+\\+ (ended with exit status 1|is not installed)"):
+    with pytest.raises(RuntimeError, match=r"g\+\+ (ended with exit status 1|is not installed)"):
         content._compile(tmp_path / "wrong.c", tmp_path / "wrong.so")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="g\\+\\+ is not installed, which compiles the library"):
+    with pytest.raises(RuntimeError, match=r"g\+\+ is not installed, which compiles the library"):
         content._compile(tmp_path / "wrong.c", tmp_path / "wrong.so")
