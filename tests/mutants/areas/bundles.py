@@ -9,7 +9,7 @@ MANIFEST = ("kernels/bundles/test_manifest.py",)
 RECORD = ("kernels/tilelang/build/test_record.py",)
 CONTENT = ("kernels/tilelang/bundling/test_content.py",)
 COMMAND = ("cli/test_bundle.py",)
-PRESETS = ("bench/test_presets.py",)
+PRESETS = ("bench/test_presets.py::test_default_has_unaligned_and_deterministic_calls",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
