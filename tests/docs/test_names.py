@@ -35,6 +35,7 @@ MOST_LINES = 250
 
 # Files that commands or readers write, on the reader's machine, and another project's.
 WRITTEN = {"mine.py", "bench-results", "site", ".venv", "venv/bin/activate", "tuning.json", "examples/amd"}
+WRITTEN |= {"manifest.json"}
 SUFFIXES = ("py", "md", "json", "toml", "txt", "cu", "cuh", "h", "yml", "yaml", "png", "sh")
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
