@@ -234,14 +234,14 @@ def pretend_to_compile(job: Job) -> Done:
 
 def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
-    compiled = []
-    monkeypatch.setattr(backward_launch, "ensure_compiled", lambda *of: compiled.append(of))
+    compiled: list[BackwardJob] = []
+    monkeypatch.setattr("tileattn.kernels.tilelang.build.job.find_or_compile", compiled.append)
     call = BackwardCall(replace(JOBS[1].call, needs_grad=True), (True, True, True, False))
     for name in backward_launch.kernel_names(call):
         done = compile_job(BackwardJob(call, name))
         assert done.error is None
         assert not done.was_there
-    assert compiled == [(call, name, None) for name in ("prepare", "main", "finish")]
+    assert compiled == [BackwardJob(call, name) for name in ("prepare", "main", "finish")]
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 

@@ -100,7 +100,9 @@ def tools_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tools_are_there")
 def test_kernels_that_fail_are_named_and_nothing_is_built(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "cached", lambda job: None)
-    monkeypatch.setattr(run_bundle, "compile_all", lambda jobs, processes: [Done(job, error="no nvcc") for job in jobs])
+    monkeypatch.setattr(
+        run_bundle, "compile_all", lambda jobs, processes, work: [Done(job, error="no nvcc") for job in jobs]
+    )
     status, output = invoke(f"bundle --arch sm_80 --preset {recorded} --out dist")
     assert status == 1
     assert f"{KERNELS[1]}: no nvcc" in output

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tileattn.kernels.bundles.manifest import KERNELS, checksum, identity, read
 from tileattn.kernels.cache import sources
 from tileattn.kernels.cache.store import VARIABLE, kernel_cache
 from tileattn.kernels.tilelang.backward.library import SharesJob
+from tileattn.kernels.tilelang.build import library
 from tileattn.kernels.tilelang.build.library import generators
 from tileattn.kernels.tilelang.bundling import content
 from tileattn.kernels.tilelang.packed.library import PlanJob
@@ -47,9 +50,9 @@ def test_a_bundle_has_the_kernels_of_the_cache(tmp_path: Path) -> None:
     assert set(manifest.kernels) == {identity(PLAN.name.facts), identity(SHARES.name.facts)}
     for job, text in ((PLAN, "plan"), (SHARES, "shares")):
         entry = manifest.kernels[identity(job.name.facts)]
-        library = folder / KERNELS / f"{identity(job.name.facts)}.so"
-        assert library.read_text() == text
-        assert entry.sha256 == checksum(library)
+        path = folder / KERNELS / f"{identity(job.name.facts)}.so"
+        assert path.read_text() == text
+        assert entry.sha256 == checksum(path)
         assert entry.source == f"source of {text}"
         assert entry.generators == sources.digest(*generators(job.name.module))
 
@@ -64,6 +67,32 @@ def test_a_kernel_without_the_digest_of_its_source_is_not_taken() -> None:
     assert content.cached(PLAN) is None
     kernel_cache().find_or_build(PLAN.key, building("plan", None))
     assert content.cached(PLAN) is None
+
+
+def test_a_kernel_of_an_installed_bundle_is_compiled_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle is made from the cache, which an installed one does not fill."""
+    monkeypatch.setattr(library.installed, "find", lambda *of: Path("bundled.so"))
+    assert library.find_or_compile(PLAN) == Path("bundled.so")
+    assert content.cached(PLAN) is None
+    build_library = building("plan", None)
+    build = SimpleNamespace(build_library=lambda function, arch, path: build_library(path) or "its source")
+    monkeypatch.setitem(sys.modules, "tileattn.kernels.tilelang.build.compile", build)  # type: ignore[arg-type]
+    monkeypatch.setattr(PlanJob, "function", lambda job: None)
+    assert content.compile_job(PLAN).error is None
+    kept = content.cached(PLAN)
+    assert kept is not None
+    assert (kept.library.read_text(), kept.source) == ("plan", "its source")
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(job: PlanJob) -> None:
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(PlanJob, "function", fail)
+    monkeypatch.setitem(sys.modules, "tileattn.kernels.tilelang.build.compile", SimpleNamespace(build_library=None))  # type: ignore[arg-type]
+    assert content.compile_job(PLAN).error == "RuntimeError: no nvcc"
 
 
 def test_a_name_has_architecture_and_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
