@@ -174,7 +174,8 @@ def test_every_case_of_decode_has_its_kernels() -> None:
         arguments = build_decode(case, "meta")
         jobs = precompile.jobs_of([lambda arguments=arguments: run_decode(arguments, "tilelang")], ARCH)  # type: ignore[misc]
         assert {type(job) for job in jobs} == {DecodeJob, PlanJob}, case.id
-        attention, plan = sorted(jobs, key=lambda job: isinstance(job, PlanJob))
+        assert len(jobs) == 2, case.id
+        attention = next(job for job in jobs if isinstance(job, DecodeJob))
         call, structure = attention.call, case.structure
         assert (call.head_dim, call.head_dim_v) == (structure.head_dim, structure.head_dim_v)
         assert (call.packed, call.fixed, call.page_rows) == (structure.packed, structure.fixed, structure.pages)
@@ -233,14 +234,14 @@ def pretend_to_compile(job: Job) -> Done:
 
 def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
-    compiled = []
-    monkeypatch.setattr(backward_launch, "ensure_compiled", lambda *of: compiled.append(of))
+    compiled: list[BackwardJob] = []
+    monkeypatch.setattr("tileattn.kernels.tilelang.build.job.find_or_compile", compiled.append)
     call = BackwardCall(replace(JOBS[1].call, needs_grad=True), (True, True, True, False))
     for name in backward_launch.kernel_names(call):
         done = compile_job(BackwardJob(call, name))
         assert done.error is None
         assert not done.was_there
-    assert compiled == [(call, name, None) for name in ("prepare", "main", "finish")]
+    assert compiled == [BackwardJob(call, name) for name in ("prepare", "main", "finish")]
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 

@@ -37,6 +37,7 @@ MOST_LINES = 250
 WRITTEN = {
     "mine.py",
     "config.json",
+    "manifest.json",
     "bench-results",
     "site",
     ".venv",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from tileattn.bench import warmup
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.packages import any_machine
 from tileattn.kernels.tilelang.backend import refusal
 from tileattn.kernels.tilelang.backward.library import BackwardJob
-from tileattn.kernels.tilelang.build.batch import AnyJob
+from tileattn.kernels.tilelang.build.job import KernelJob
 from tileattn.kernels.tilelang.packed.library import PlanJob
 
 
@@ -81,20 +82,20 @@ SAMPLED = 24
 NAMES = ("default", "all", "sample")
 
 
-def named(name: str, arch: str) -> list[AnyJob]:
+def named(name: str, arch: str) -> list[KernelJob]:
     """The kernels of a preset, by its name."""
     if name == "sample":
         return sample(arch)
     return jobs({"default": DEFAULT, "all": ALL}[name], arch)
 
 
-def sample(arch: str) -> list[AnyJob]:
+def sample(arch: str) -> list[KernelJob]:
     """`SAMPLED` kernels that differ: of each kind some, spread evenly over the table."""
-    by_kind: dict[str, list[AnyJob]] = {}
+    by_kind: dict[object, list[KernelJob]] = {}
     for job in jobs(SAMPLE, arch):
-        kind = f"{job.kernel}" if isinstance(job, BackwardJob) else type(job).__name__
+        kind: object = job.kernel if isinstance(job, BackwardJob) else type(job)
         by_kind.setdefault(kind, []).append(job)
-    found: list[AnyJob] = []
+    found: list[KernelJob] = []
     while by_kind:  # small kinds give all that they have, and the others share what is left
         kind = min(by_kind, key=lambda each: len(by_kind[each]))
         share = (SAMPLED - len(found)) // len(by_kind)
@@ -102,23 +103,23 @@ def sample(arch: str) -> list[AnyJob]:
     return found
 
 
-def _spread(of: Sequence[AnyJob], count: int) -> list[AnyJob]:
+def _spread(of: Sequence[KernelJob], count: int) -> list[KernelJob]:
     count = min(count, len(of))
     return [of[(2 * place + 1) * len(of) // (2 * count)] for place in range(count)]
 
 
-def jobs(preset: Preset, arch: str) -> list[AnyJob]:
+def jobs(preset: Preset, arch: str) -> list[KernelJob]:
     """The kernels of a preset, each once: attention in both passes, dense and packed, and decoding.
 
     Those that prepare, finish, plan, and list tiles are among them.
     """
     forward, backward = _forward_calls(preset, arch), _backward_calls(preset, arch)
-    found = warmup.jobs(forward, backward)
+    found = cast("list[KernelJob]", warmup.jobs(forward, backward))
     found += [PlanJob(arch)] * any(call.packed for call in forward)
     if preset.decode and not arch.startswith("gfx"):
         facts = preset.head_dims, preset.decode, preset.dtypes, preset.page_sizes, arch
         appending = warmup.append_calls(preset.head_dims, preset.dtypes, preset.page_sizes, preset.rotary, arch)
-        found += warmup.decode_jobs(warmup.decode_calls(*facts), appending)
+        found += cast("list[KernelJob]", warmup.decode_jobs(warmup.decode_calls(*facts), appending))
     return list({job.key: job for job in found}.values())
 
 

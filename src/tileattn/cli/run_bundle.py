@@ -107,7 +107,7 @@ def _compile(jobs: Sequence[KernelJob], processes: int) -> list[str]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(jobs), completed=len(jobs) - len(todo))
-        for done in compile_all(todo, processes) if todo else ():
+        for done in compile_all(todo, processes, content.compile_job) if todo else ():
             bar.advance(task)
             if done.error is not None:
                 failed.append(f"{done.job}: {done.error}")

@@ -43,5 +43,5 @@ class KernelJob:
         return key_of(*self.name)
 
     def compile(self) -> None:
-        """Compiles the kernel into the cache, if the cache does not hold it."""
+        """Compiles the kernel into the cache, if neither an installed bundle nor the cache holds it."""
         find_or_compile(self)

@@ -60,6 +60,11 @@ def find_or_compile(job: KernelJob) -> Path:
         return bundled
     if tilelang_libraries() is None:
         raise RuntimeError(_text_of_missing(job))
+    return compile_into_cache(job)
+
+
+def compile_into_cache(job: KernelJob) -> Path:
+    """The shared library of a kernel in the cache on disk, compiled now if it is missing. Bundles do not matter."""
 
     def build(path: Path) -> dict[str, str]:
         with progress_line(str(job)), collection_paused():

@@ -8,16 +8,18 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ...bundles import runtime
 from ...bundles.manifest import KERNELS, RUNTIME, Entry, Manifest, checksum, identity
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
+from ..build.batch import AnyJob, Done
 from ..build.job import KernelJob
-from ..build.library import generators, version
+from ..build.library import compile_into_cache, generators, version
 
 # TVM's runtime, after the libraries of TileLang that it is linked to.
 OF_TVM = (*(f"libstub_{name}.so" for name in ("cuda", "cudart", "hip", "ascendcl")), "libtvm_runtime.so")
@@ -29,6 +31,16 @@ class Kept(NamedTuple):
 
     library: Path
     source: str
+
+
+def compile_job(job: AnyJob) -> Done:
+    """Compiles a kernel into the cache, also where an installed bundle has it: a new bundle is made from the cache."""
+    start = time.perf_counter()
+    try:
+        compile_into_cache(cast("KernelJob", job))
+    except Exception as failure:
+        return Done(job, error=f"{type(failure).__name__}: {failure}")
+    return Done(job, seconds=time.perf_counter() - start)
 
 
 def cached(job: KernelJob) -> Kept | None:
