@@ -6,6 +6,7 @@
 #   make test                         lint, types and tests
 #   make test ARGS=tests/api          a part of the tests: a folder, a file, or any arguments of pytest
 #   make test-all                     the tests marked slow as well
+#   make test-torches                 the tests on each torch of TORCHES, in virtual environments of their own
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
@@ -17,15 +18,21 @@
 #   PYTHON        which Python makes .venv (an existing .venv is kept unless this names another version)
 #   ARGS          passed on to `tileattn bench`, to pytest or to the fuzzer
 #   EXTRAS        extras installed besides; `cuda`, nvcc from pip, is chosen for a GPU without a CUDA toolkit
+#   TORCH         another torch than that of constraints.txt, in .venv-torch-<version>: make test TORCH=2.11.0
+#   TORCHES       those of `make test-torches`: the oldest that pyproject.toml allows, and the newest that was tested
 #   TORCH_INDEX   a PyTorch package index to ask besides PyPI, such as https://download.pytorch.org/whl/rocm7.1
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench check test test-all mutants fuzz docs pages pictures lint format clean
+.PHONY: help bench check test test-all test-torch test-torches mutants fuzz docs pages pictures lint format clean
 
-VENV := .venv
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+OTHER_TORCH := $(filter-out $(PINNED_TORCH),$(TORCH))
+TORCHES ?= 2.11.0 2.14.1
+VENV := .venv$(addprefix -torch-,$(OTHER_TORCH))
+CONSTRAINTS := $(if $(OTHER_TORCH),$(VENV)/)constraints.txt
 RUN := $(VENV)/bin/python -m
 PYTHON ?= $(if $(wildcard $(VENV)/.python-*),$(VENV)/bin/python,python3)
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -45,7 +52,7 @@ AND_EXTRAS := $(if $(EXTRAS),$(comma)$(EXTRAS))
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-bench: $(VENV)/.installed-plot$(AND_EXTRAS)
+bench: $(VENV)/.installed-compile,plot$(AND_EXTRAS)
 	$(VENV)/bin/tileattn bench $(ARGS)
 
 # One worker per core, so one thread per worker. The time limit ends a kernel that hangs.
@@ -63,6 +70,18 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(ARGS)
+
+# One torch, without lint. The last line of the log says how many tests passed.
+test-torch: $(VENV)/.installed-test$(AND_EXTRAS)
+	@$(RUN) pip list 2>/dev/null | grep -E '^(torch|triton|tilelang|transformers) '
+	@{ $(PYTEST) -m "not slow" $(ARGS); echo $$? > $(VENV)/test.status; } 2>&1 | tee $(VENV)/test.log
+	@exit $$(cat $(VENV)/test.status)
+
+test-torches:
+	@rm -f $(TORCHES:%=.venv-torch-%/test.log)
+	@failed=0; for torch in $(TORCHES); do $(MAKE) --no-print-directory test-torch TORCH=$$torch || failed=1; done; \
+	for torch in $(TORCHES); do log=.venv-torch-$$torch/test.log; \
+	printf 'torch %-8s %s\n' $$torch "$$(if [ -f $$log ]; then tail -n 1 $$log; else echo 'was not tested'; fi)"; done; exit $$failed
 
 mutants: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(VENV)/bin/python tests/mutants/run.py $(ARGS)
@@ -91,14 +110,24 @@ format: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp names the extras, so that another choice of them installs again.
-$(VENV)/.installed-%: $(VENV)/.python-$(PYTHON_VERSION) pyproject.toml constraints.txt
-	$(if $(TORCH_INDEX),$(RUN) pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch)
-	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e ".[$*]"
+$(VENV)/.installed-%: $(VENV)/.python-$(PYTHON_VERSION) pyproject.toml $(CONSTRAINTS)
+	$(if $(TORCH_INDEX),$(RUN) pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c $(CONSTRAINTS) torch)
+	$(RUN) pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[$*]"
 	@touch $@
+
+# Torch's builds for GPUs ask for the Triton that they were made for: an older torch for one up to the pinned Triton, a
+# newer torch for that or a newer one. The interpreter of Triton 3.6 fails with NumPy 2.4: "only 0-dimensional arrays can
+# be converted to Python scalars".
+ifneq ($(OTHER_TORCH),)
+$(CONSTRAINTS): constraints.txt $(VENV)/.python-$(PYTHON_VERSION)
+	case $$(printf '%s\n' $(PINNED_TORCH) $(OTHER_TORCH) | sort -V | head -n 1) in \
+	$(OTHER_TORCH)) fit='s/^triton==/triton<=/; s/^numpy==2\.4[.0-9]*/numpy<2.4/';; *) fit='s/^triton==/triton>=/';; esac; \
+	sed "s/^torch==.*/torch==$(OTHER_TORCH)/; $$fit" constraints.txt > $@
+endif
 
 # Written last: a venv that could not be finished is made again.
 $(VENV)/.python-$(PYTHON_VERSION):

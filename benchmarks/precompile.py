@@ -57,11 +57,11 @@ from tileattn.kernels.tilelang.append import backend as append_backend
 from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.library import BackwardJob, SharesJob, kernel_jobs
+from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_jobs
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
 from tileattn.kernels.tilelang.decode import job as decode_job
-from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob, PackedKeysJob
 from tileattn.kernels.tilelang.decode.launch import Decoding
+from tileattn.kernels.tilelang.decode.library import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
@@ -194,15 +194,12 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob | BitsJob | LinesJob | ListsJob | PackedKeysJob | SharesJob):
+    if not isinstance(job, BackwardJob | DecodeJob | Job):
         return 1.0
-    if isinstance(job, DecodeJob):
-        call, config = job.call, job.config  # those of a plan are small
-        tile = 0 if config is None else config.block_M * (config.block_N + job.call.head_dim_v)
-    elif isinstance(job, BackwardJob):
+    if isinstance(job, BackwardJob):
         call = job.call.forward
         # Small kernels that read and write, and kernels of up to five products.
-        tile = 0 if job.name in ("prepare", "finish") else 2 * 128 * (128 + call.head_dim + call.head_dim_v)
+        tile = 0 if job.kernel in ("prepare", "finish") else 2 * 128 * (128 + call.head_dim + call.head_dim_v)
     else:
         # Scores and weights of a thread, and its part of O.
         call, tile = job.call, job.config.block_M * (job.config.block_N + job.call.head_dim_v)

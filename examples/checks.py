@@ -35,7 +35,7 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise BadParameter('the picture needs matplotlib: pip install "tileattn[plot]"') from None
+        raise BadParameter('the picture needs matplotlib: pip install ".[plot]"') from None
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -11,7 +11,7 @@ padded batch. Two things make the model use tileattn: `register()` and `attn_imp
 On a GPU the model computes in bfloat16 (autocast). The first step of the first run may take a minute: it compiles five
 kernels, one after another, and caches them on disk.
 
-It needs transformers and matplotlib: `pip install "tileattn[transformers,plot]"`.
+It needs transformers and matplotlib: `pip install ".[transformers,plot]"`.
 """
 
 from __future__ import annotations

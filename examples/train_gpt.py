@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --context-parallel 2 --compare   # two ranks share each sequence
     python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
 
-The picture needs matplotlib: `pip install "tileattn[plot]"`.
+The picture needs matplotlib: `pip install ".[plot]"`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 __all__ = [
     "ALiBi",
     "Bias",
@@ -109,6 +107,7 @@ if TYPE_CHECKING or not _is_command():
     register_flash_attention_impl("tileattn", register_fn=_activate_flash_attention)
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports these when they are first used
+    __version__: str
     from . import nn as nn
     from . import parallel as parallel
     from . import viz as viz
@@ -138,6 +137,8 @@ else:  # with a `__getattr__`, a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         """Imports `nn`, `parallel`, `viz`, `profile`, `profile_all` at first use; in the command's process all."""
+        if name == "__version__":
+            return importlib.import_module(".installation", __name__).version()
         if name in ("math", "nn", "parallel", "viz"):
             return importlib.import_module(f".{name}", __name__)
         if name in ("profile", "profile_all"):

@@ -28,7 +28,7 @@ from tileattn.kernels.tilelang.backward.jobs import jobs_of
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.backward.shares.choice import of_lengths
 from tileattn.kernels.tilelang.build.batch import compile_job
-from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.library import DecodeJob, PlanJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.choice import chosen
@@ -105,7 +105,7 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
     assert {job.key for job in jobs} == expected
     assert {type(job) for job in jobs} == {Job, BackwardJob}
     # What takes longest first: the small kernels come last.
-    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in jobs[-3:])
+    assert all(isinstance(job, BackwardJob) and job.kernel in ("prepare", "finish") for job in jobs[-3:])
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,9 @@ def test_every_case_of_decode_has_its_kernels() -> None:
             continue
         arguments = build_decode(case, "meta")
         jobs = precompile.jobs_of([lambda arguments=arguments: run_decode(arguments, "tilelang")], ARCH)  # type: ignore[misc]
-        assert {type(job) for job in jobs} == {DecodeJob}, case.id
-        attention, plan = sorted(jobs, key=lambda job: job.config is None)
-        assert attention.config is not None
-        assert plan.config is None
+        assert {type(job) for job in jobs} == {DecodeJob, PlanJob}, case.id
+        assert len(jobs) == 2, case.id
+        attention = next(job for job in jobs if isinstance(job, DecodeJob))
         call, structure = attention.call, case.structure
         assert (call.head_dim, call.head_dim_v) == (structure.head_dim, structure.head_dim_v)
         assert (call.packed, call.fixed, call.page_rows) == (structure.packed, structure.fixed, structure.pages)
@@ -235,14 +234,14 @@ def pretend_to_compile(job: Job) -> Done:
 
 def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
-    compiled = []
-    monkeypatch.setattr(backward_launch, "ensure_compiled", lambda *of: compiled.append(of))
+    compiled: list[BackwardJob] = []
+    monkeypatch.setattr("tileattn.kernels.tilelang.build.job.find_or_compile", compiled.append)
     call = BackwardCall(replace(JOBS[1].call, needs_grad=True), (True, True, True, False))
     for name in backward_launch.kernel_names(call):
         done = compile_job(BackwardJob(call, name))
         assert done.error is None
         assert not done.was_there
-    assert compiled == [(call, name, None) for name in ("prepare", "main", "finish")]
+    assert compiled == [BackwardJob(call, name) for name in ("prepare", "main", "finish")]
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 

@@ -25,7 +25,8 @@ from tileattn.kernels.tilelang.backward.defaults import default as backward_defa
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob
-from tileattn.kernels.tilelang.decode.job import DecodeJob, LinesJob
+from tileattn.kernels.tilelang.decode.library import DecodeJob, PlanJob
+from tileattn.kernels.tilelang.decode.lines.library import LinesJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import LONG, default, with_lists
@@ -193,8 +194,7 @@ def test_the_decode_kernels_of_all_cases() -> None:
             assert [type(job) for job in jobs] == [AppendJob], case.name
             continue
         of_lines = {LinesJob} if "function" in case.name else set()
-        assert {type(job) for job in jobs} == {DecodeJob, *of_lines}, case.name
-        assert {job.config is None for job in jobs if isinstance(job, DecodeJob)} == {False, True}, case.name
+        assert {type(job) for job in jobs} == {DecodeJob, PlanJob, *of_lines}, case.name
 
 
 @needs_tilelang
@@ -205,11 +205,11 @@ def test_the_backward_kernels_of_all_cases() -> None:
     for case, kernels in by_case.items():
         assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in kernels)
     jobs = [job for kernels in by_case.values() for job in kernels if isinstance(job, BackwardJob)]
-    assert {job.name for job in jobs} == {"prepare", "main", "finish", "queries"}
+    assert {job.kernel for job in jobs} == {"prepare", "main", "finish", "queries"}
     schedules = (BackwardConfig, HopperBackwardConfig, HopperWideConfig)
-    assert {type(backward_default(job.call)) for job in jobs if job.name == "main"} == set(schedules)
+    assert {type(backward_default(job.call)) for job in jobs if job.kernel == "main"} == set(schedules)
     schedules = (BackwardConfig, HopperQueriesConfig)
-    assert {type(queries_default(job.call)) for job in jobs if job.name == "queries"} == set(schedules)
+    assert {type(queries_default(job.call)) for job in jobs if job.kernel == "queries"} == set(schedules)
     assert {job.call.deterministic for job in jobs} == {job.call.dlse for job in jobs} == {False, True}
 
 

@@ -185,12 +185,14 @@ def test_results_are_never_overwritten_unless_asked() -> None:
 
 def test_without_matplotlib_there_is_no_picture_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
+    # A clone may lie at a path that is too long for a line.
+    monkeypatch.setattr(command, "pip_install", "pip install tileattn[{}]".format)
     result = invoke(f"{TINY} --baselines none --json r.json")
     assert result.exit_code == 0, result.output
-    assert "no picture: plots need matplotlib (pip install 'tileattn[plot]')" in result.output
+    assert "no picture: plots need matplotlib (pip install tileattn[plot])" in result.output
     result = invoke(f"{TINY} --baselines none --json s.json --plot s.png")
     assert result.exit_code == 2
-    assert "Invalid value for --plot: plots need matplotlib: pip install 'tileattn[plot]'" in words(result.output)
+    assert "Invalid value for --plot: plots need matplotlib: pip install tileattn[plot]" in words(result.output)
     assert not Path("s.json").exists()
 
 
@@ -469,11 +471,45 @@ def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        ({"head_dim": 100}, "", "the TileLang kernels do not run bfloat16 d100 Causal() sm_90a: head_dim must be"),
+        ({"dtype": "float32"}, "", "--dtype: 'fp32' is the dtype in"),
+        ({}, "--dtype fp8", "--dtype: 'fp8' has no kernels for models; accepted: bf16, fp16"),
+        ({}, "--direction decode --page-size 1x", "--page-size: '1x' is not understood; accepted: 16, or 0"),
+        ({}, "--direction bwd", "--direction: 'bwd' is not known; accepted: fwd, fwdbwd, decode"),
+    ],
+)
+def test_a_model_without_kernels_is_one_error(
+    entries: dict[str, object], options: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"num_attention_heads": 8, "head_dim": 64, **entries}))
+    result = invoke(f"warmup --arch sm_90a --model {file} {options}")
+    assert result.exit_code == 2
+    assert message in words(result.output)
+
+
+def test_warmup_of_a_model_lists_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "compile_all", None)
+    layers = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float16", "text_config": layers, "model_type": "own"}))
+    result = invoke(f"warmup --arch sm_90a --list --model {tmp_path} --inputs plain")
+    assert result.exit_code == 0
+    first, *kernels, last = result.output.splitlines()
+    assert first == "own: head_dim 64, 4 query heads to a key/value head, window, fp16"
+    assert last == f"{len(kernels)} kernels"
+    assert {line.partition(" Hopper")[0] for line in kernels} == {
+        f"float16 d64 {mask} sm_90a" for mask in ("Causal()", "SlidingWindow(i,i)")
+    }
+
+
+@pytest.mark.parametrize(
     ("variant", "split"), [("causal", (64, True)), ("full", (80, True)), ("window3", (64, True)), ("prefix2", None)]
 )
 def test_warmup_has_the_backward_kernels_for_all_sizes(variant: str, split: tuple[int, bool] | None) -> None:
     (call,) = warmup.backward_calls([(128, 128)], [variant], ["bf16"], "sm_90a")
-    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
+    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.kernel == "main"]
     expected = [None, *[(64, False)] * (variant == "causal"), *[split] * (split is not None)]
     own = [job for job in jobs if job.call == call]
     assert [job.config and (job.config.block_M, job.config.split) for job in own] == expected
@@ -521,6 +557,15 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
         ("--direction fwdbwd --dtype fp8", "fp8 has no backward pass"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--head-dim 100", "the TileLang kernels do not run bfloat16 d100 full sm_90a: head_dim must be"),
+        ("--model nowhere/config.json", "Invalid value for --model: nowhere/config.json does not exist; needed is"),
+        ("--model . --head-dim 64", "--head-dim / --D: the model's config.json decides it: leave it or --model out"),
+        ("--model . --variant causal", "--variant: the model's config.json decides it: leave it or --model out"),
+        (
+            "--model . --direction decode --rotary none",
+            "--rotary: models of transformers rotate by themselves: leave it",
+        ),
+        ("--model . --inputs ragged", "--inputs: 'ragged' is not known; accepted: plain, padded, packed, documents"),
+        ("--inputs packed", "Invalid value for --inputs: it is for --model"),
     ],
 )
 def test_a_bad_warmup_is_one_error(arguments: str, message: str) -> None:

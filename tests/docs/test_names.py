@@ -28,13 +28,23 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pytest needs it there
 
-TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = [ROOT / "docs/design.md", ROOT / "docs/numerics.md", *sorted((ROOT / "docs/design").glob("*.md"))]
 MOST_LINES = 250
 
 # Files that commands or readers write, on the reader's machine, and another project's.
-WRITTEN = {"mine.py", "bench-results", "site", ".venv", "venv/bin/activate", "tuning.json", "examples/amd"}
+WRITTEN = {
+    "mine.py",
+    "config.json",
+    "manifest.json",
+    "bench-results",
+    "site",
+    ".venv",
+    "venv/bin/activate",
+    "tuning.json",
+    "examples/amd",
+}
 SUFFIXES = ("py", "md", "json", "toml", "txt", "cu", "cuh", "h", "yml", "yaml", "png", "sh")
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)

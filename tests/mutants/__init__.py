@@ -7,6 +7,7 @@ import itertools
 from .areas import (
     appending,
     backends,
+    bundles,
     caches,
     calls,
     decode,
@@ -36,6 +37,7 @@ def all_mutants() -> list[Mutant]:
         gradients,
         decode,
         caches,
+        bundles,
         backends,
         calls,
         rules,

@@ -21,7 +21,8 @@ MODULES = {name for name in FILES if not name.endswith("__init__")}
 
 MAX_LINES, MAX_BODY, MAX_POSITIONAL = 400, 80, 10
 
-# A folder imports from folders of later lines only, and from `folders.py`. One-line modules lie on top, for users.
+# A folder imports from folders of later lines only, and from the files of the last line. One-line modules lie on top,
+# for users.
 LAYERS = [
     {"__main__", "math", "masks", "scores", "profiling"},
     {"cli"},
@@ -37,7 +38,7 @@ LAYERS = [
     {"reference"},
     {"variant"},
     {"call"},
-    {"folders"},
+    {"folders", "installation"},
 ]
 
 # --- Reading the sources ---

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.results import Results, Row
+from tileattn.installation import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -115,7 +116,7 @@ def draw(results: Results) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plots need matplotlib: pip install 'tileattn[plot]'") from error
+        raise ModuleNotFoundError(f"plots need matplotlib: {pip_install('plot')}") from error
 
     plan = layout(results)
     lines = len(plan.grid) + len(plan.wide)

@@ -21,7 +21,8 @@ from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward.jobs import all_jobs
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
-from tileattn.kernels.tilelang.decode.job import DecodeJob, lines_jobs, with_lines
+from tileattn.kernels.tilelang.decode.job import lines_jobs, plan_job, with_lines
+from tileattn.kernels.tilelang.decode.library import DecodeJob
 from tileattn.kernels.tilelang.decode.lines.visits import QUERIES
 from tileattn.kernels.tilelang.forward.defaults import defaults
 from tileattn.kernels.tilelang.forward.library import Job
@@ -134,7 +135,7 @@ def decode_jobs(wanted: Sequence[DecodeCall], appending: Sequence[AppendCall] = 
     """The kernels of these calls for any sizes and splits: calls with one range of keys share their planning kernel."""
     every = [each for call in wanted for each in with_lines(call)]
     attention = [DecodeJob(call, config) for call in every for config in decode_defaults(call)]
-    plans = [DecodeJob(call, None) for call in every]
+    plans = [plan_job(call) for call in every]
     lines = [job for call in every for job in lines_jobs(call, *QUERIES)]
     return _distinct([*attention, *plans, *lines, *map(AppendJob, appending)])
 

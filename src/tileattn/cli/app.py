@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tileattn.cli.bench import BASELINES_ALSO_PEERS, BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
+from tileattn.cli.bundle import BUNDLE_EXAMPLES, RECORD_EXAMPLES, bundle, record
 from tileattn.cli.group import Commands
 from tileattn.cli.ladder_options import LADDER_EXAMPLES, ladder
 from tileattn.cli.tune import TUNE_EXAMPLES, tune
@@ -97,15 +98,20 @@ def plot(
     "  tileattn warmup --head-dim 128,192/128 --variant causal,causal+softcap50 --dtype bf16,fp16\n\n"
     "  tileattn warmup --direction fwdbwd\n\n"
     "  tileattn warmup --direction decode --page-size 16,0 --variant causal,causal+window1024\n\n"
-    "  tileattn warmup --arch sm_90a"
+    "  tileattn warmup --model path/to/config.json --direction fwdbwd\n\n"
+    "  tileattn warmup --arch sm_90a --list"
 )
 def warmup(
     head_dim: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--head-dim", "--D", help="Head dims; 192/128 where q and k have another than v.", metavar="N,..."
+            "--head-dim",
+            "--D",
+            help="Head dims; 192/128 where q and k have another than v. Default: 64,128.",
+            metavar="N,...",
+            show_default=False,
         ),
-    ] = "64,128",
+    ] = None,
     variant: Annotated[
         str | None,
         typer.Option(
@@ -114,7 +120,10 @@ def warmup(
             show_default=False,
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16.", metavar="NAME,...")] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bf16, fp16. Default: bf16, or the model's.", metavar="NAME,...", show_default=False),
+    ] = None,
     direction: Annotated[
         str,
         typer.Option(
@@ -125,7 +134,8 @@ def warmup(
     page_size: Annotated[
         str | None,
         typer.Option(
-            help="With decode: tokens of a page, 0 for contiguous caches. Multiples of 64 are one. Default: 16,64.",
+            help="With decode: tokens of a page, 0 for contiguous caches. Multiples of 64 are one. Default: 16,64; "
+            "with --model 0.",
             metavar="N,...",
             show_default=False,
         ),
@@ -141,6 +151,24 @@ def warmup(
     arch: Annotated[
         str | None, typer.Option(help="sm_80, sm_90a, ... Default: this machine's GPU.", show_default=False)
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A model's config.json, or its folder: the kernels that it asks for through transformers.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model, how a batch's sequences come: plain, padded, packed (cu_seq_lens), documents "
+            "(position_ids). Default: plain,padded.",
+            metavar="NAME,...",
+            show_default=False,
+        ),
+    ] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="Print the kernels, and compile none.")] = False,
 ) -> None:
     """Compile kernels into the cache ahead of the first call.
 
@@ -149,10 +177,15 @@ def warmup(
     from tileattn.cli import choices
     from tileattn.cli import run_bench as command
 
-    options = choices.WarmupOptions(head_dim, variant, dtype, direction, page_size, rotary, arch)
-    raise typer.Exit(command.warm_up(choices.choose_kernels(options)))
+    options = choices.WarmupOptions(head_dim, variant, dtype, direction, page_size, rotary, arch, model, inputs)
+    jobs, read = choices.choose_kernels(options)
+    for line in read:
+        typer.echo(line)
+    raise typer.Exit(command.list_kernels(jobs) if only_list else command.warm_up(jobs))
 
 
+app.command(epilog=BUNDLE_EXAMPLES)(bundle)
+app.command(epilog=RECORD_EXAMPLES, context_settings={"ignore_unknown_options": True})(record)
 app.command(epilog=TUNE_EXAMPLES)(tune)
 
 

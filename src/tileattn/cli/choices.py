@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import typer
@@ -15,6 +16,7 @@ from tileattn.bench import cases, variants, warmup
 from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.call.facts import device_arch
+from tileattn.cli.warmup_model import ModelOptions, choose_model_kernels
 from tileattn.kernels.tilelang.append import backend as tilelang_append
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode import backend as tilelang_decode
@@ -267,23 +269,26 @@ def own_implementation(backend: str | None) -> TileAttn:
 class WarmupOptions:
     """The options of `tileattn warmup` that select kernels; None for an option that was not given."""
 
-    head_dim: str = "64,128"
+    head_dim: str | None = None
     variant: str | None = None
-    dtype: str = "bf16"
+    dtype: str | None = None
     direction: str = "fwd"
     page_size: str | None = None
     rotary: str | None = None
     arch: str | None = None
+    model: Path | None = None
+    inputs: str | None = None
 
 
-# Variants that `tileattn warmup` compiles where none are given, by direction.
+# What `tileattn warmup` compiles where nothing is given; variants by direction.
+WARM_HEAD_DIMS, WARM_DTYPE = "64,128", "bf16"
 WARM_VARIANTS = {"fwd": "full,causal", "fwdbwd": "full,causal", "decode": "causal"}
 WARM_PAGES, WARM_ROTARY = "16,64", "none,halves"
 ROTARY = ("none", "halves", "interleaved")
 
 
-def choose_kernels(options: WarmupOptions) -> list[AnyJob]:
-    """The kernels that `tileattn warmup` compiles."""
+def choose_kernels(options: WarmupOptions) -> tuple[list[AnyJob], list[str]]:
+    """The kernels that `tileattn warmup` compiles, and lines that say what was read of a model."""
     direction, arch = options.direction, options.arch
     if direction not in WARM_VARIANTS:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(WARM_VARIANTS)}")
@@ -293,13 +298,17 @@ def choose_kernels(options: WarmupOptions) -> list[AnyJob]:
     if arch is None and not torch.cuda.is_available():
         raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
     arch = arch or device_arch(torch.device("cuda"))
-    dtypes = [name.strip() for name in options.dtype.split(",")]
+    if options.model is not None:
+        return _model_kernels(options, options.model, arch)
+    if options.inputs is not None:
+        raise refuse("--inputs", "it is for --model")
+    dtypes = [name.strip() for name in (options.dtype or WARM_DTYPE).split(",")]
     if unknown := [name for name in dtypes if name not in cases.DTYPES]:
         raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
     names = [_known_variant("--variant", name) for name in (options.variant or WARM_VARIANTS[direction]).split(",")]
-    head_dims = [_head_dims(part) for part in options.head_dim.split(",")]
+    head_dims = [_head_dims(part) for part in (options.head_dim or WARM_HEAD_DIMS).split(",")]
     if direction == "decode":
-        return _decode_kernels(options, head_dims, names, dtypes, arch)
+        return _decode_kernels(options, head_dims, names, dtypes, arch), []
     facts = head_dims, names, dtypes, arch
     wanted = warmup.calls(*facts)
     backward = warmup.backward_calls(*facts) if direction == "fwdbwd" else []
@@ -307,7 +316,18 @@ def choose_kernels(options: WarmupOptions) -> list[AnyJob]:
     for call in [*wanted, *(each.forward for each in backward)]:
         if (reason := tilelang.refusal(call)) is not None:
             raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
-    return warmup.jobs(wanted, backward)
+    return warmup.jobs(wanted, backward), []
+
+
+def _model_kernels(options: WarmupOptions, path: Path, arch: str) -> tuple[list[AnyJob], list[str]]:
+    """The kernels of a model, whose configuration decides what other options would."""
+    for option, given in (("--head-dim", options.head_dim), ("--variant", options.variant)):
+        if given is not None:
+            raise refuse(option, "the model's config.json decides it: leave it or --model out")
+    if options.rotary is not None:
+        raise refuse("--rotary", "models of transformers rotate by themselves: leave it or --model out")
+    asked = ModelOptions(path, options.inputs, options.dtype, options.direction, options.page_size)
+    return choose_model_kernels(asked, arch, refuse)
 
 
 def _decode_kernels(

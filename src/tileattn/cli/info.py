@@ -21,6 +21,8 @@ from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
+from tileattn.installation import pip_install
+from tileattn.kernels.bundles.installed import bundles
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.packages import any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
@@ -214,6 +216,8 @@ def _machine(device: torch.device) -> Table:
         table.add_row(name, number)
     table.add_row("nvcc", _nvcc())
     table.add_row("kernels", _cache())
+    for place, text in enumerate(_bundles()):
+        table.add_row("" if place else "bundles", text)
     return table
 
 
@@ -226,7 +230,7 @@ def _nvcc() -> str:
     try:
         return f"{version('nvidia-cuda-nvcc')} (from pip)"
     except PackageNotFoundError:
-        return "not found (pip install 'tileattn[cuda]')"
+        return f"not found ({pip_install('cuda')})"
 
 
 def _cache() -> str:
@@ -236,6 +240,18 @@ def _cache() -> str:
     except FileNotFoundError as error:  # there is no home
         return str(error)
     return f"{folder} ({len(list(folder.glob('*.json')))} compiled)"
+
+
+def _bundles() -> list[str]:
+    """The installed bundles of kernels, a line for each, or that there is none."""
+    lines = []
+    for bundle in bundles():
+        given = bundle.manifest
+        made_by = given.versions.get("tileattn", "an unknown version")
+        lines.append(
+            f"{given.distribution}: {given.preset}, {len(given.kernels)} kernels for {given.arch}, made by {made_by}"
+        )
+    return lines or ["none installed"]
 
 
 def _matrix(arch: str) -> RenderableType:

@@ -19,6 +19,7 @@ from tileattn.bench.modules.results import Results, Shape, save
 from tileattn.bench.modules.run import measure
 from tileattn.cli.choices import ShapeOptions, at_least_one, lengths_of, refuse
 from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, check_picture, create, writing
+from tileattn.installation import pip_install
 from tileattn.measure import timing
 
 MODULES = "modules"
@@ -104,7 +105,7 @@ def bench(shape: Shape, lengths: list[int], device: torch.device, rounds: int, f
 
 def _draw(measured: Results, picture: Path) -> None:
     if find_spec("matplotlib") is None:
-        typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
+        typer.echo(f"no picture: plots need matplotlib ({pip_install('plot')})", err=True)
         return
     from tileattn.bench.modules import plot
 

@@ -27,6 +27,7 @@ from tileattn.bench.runner import Run
 from tileattn.call.facts import device_arch
 from tileattn.cli import workspaces
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
+from tileattn.installation import pip_install
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.build import batch
 from tileattn.measure import timing
@@ -144,6 +145,14 @@ def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
     return int(failed)
 
 
+def list_kernels(jobs: Sequence[batch.AnyJob]) -> int:
+    """The code of `tileattn warmup --list`: prints a line per kernel. Returns the exit code."""
+    for job in jobs:
+        typer.echo(str(job))
+    typer.echo(f"{len(jobs)} kernels")
+    return 0
+
+
 def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
     """The paths of result file and picture. The result file is created at once, so that two runs never share it."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -208,7 +217,7 @@ def check_picture(option: str, picture: Path, force: bool) -> None:
     if picture.exists() and not force:
         raise refuse(option, f"{picture} exists; give another name, or --force to overwrite it")
     if find_spec("matplotlib") is None:
-        raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
+        raise refuse(option, f"plots need matplotlib: {pip_install('plot')}")
 
 
 @contextmanager
@@ -224,7 +233,7 @@ def stopped_by_sigterm() -> Iterator[None]:
 def draw(measured: Any, picture: Path, asked: bool, option: str) -> None:
     """Draws the picture of a run. Without matplotlib it only says so, unless the picture was asked for."""
     if not asked and find_spec("matplotlib") is None:
-        typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
+        typer.echo(f"no picture: plots need matplotlib ({pip_install('plot')})", err=True)
         return
     from tileattn.bench import plot, plot_memory
     from tileattn.bench.draws import plot as plot_draws

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from tileattn.cli.choices import refuse
+from tileattn.installation import pip_install
 
 
 def demo(device: torch.device, port: int | None, browser: bool) -> None:
@@ -16,7 +17,7 @@ def demo(device: torch.device, port: int | None, browser: bool) -> None:
     if port is not None:
         _check_port(port)
     if find_spec("gradio") is None:
-        raise refuse("demo", "the page needs gradio: pip install 'tileattn[demo]'")
+        raise refuse("demo", f"the page needs gradio: {pip_install('demo')}")
     from tileattn.viz.demo import page
 
     try:

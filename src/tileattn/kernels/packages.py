@@ -11,19 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from ..installation import pip_install
+
 _ANY_MACHINE = ContextVar("tileattn_any_machine", default=False)
 
 
-def absence(module: str, install: str) -> str | None:
+def absence(module: str, install: str = "", *, extra: str = "") -> str | None:
     """The reason to refuse a call because a module is not installed; None if it is.
 
     Args:
         module: its name, such as "tilelang" or "cuda.core".
-        install: the name for pip.
+        install: the name for pip, of a package that is installed by itself.
+        extra: instead of `install`, the extra of tileattn that brings the module.
     """
     if _ANY_MACHINE.get() or _is_installed(module):
         return None
-    return f"{module.replace('.', '-')} is not installed (pip install {install})"
+    command = pip_install(extra) if extra else f"pip install {install}"
+    return f"{module.replace('.', '-')} is not installed ({command})"
 
 
 def asked_for_any_machine() -> bool:

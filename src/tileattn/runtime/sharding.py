@@ -78,6 +78,7 @@ class _Sharding(NamedTuple):
 
         if x is None:
             return None
+        x = x.detach()  # PyTorch 2.11 otherwise detaches the result in place, an operator that its DTensors lack
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * len(self.dims), run_check=False)
         return x.redistribute(self.mesh, self.placements(where)).to_local()

@@ -15,8 +15,8 @@ Each of the first six files computes data (in torch, without matplotlib) and dra
 >>> figure = draw_tiles(tile_map(SlidingWindow(256, 0), 1024, 1024, block_M=128, block_N=64))
 >>> figure.savefig("window.png")
 
-Every `draw_...` returns a matplotlib figure that needs no display. matplotlib is imported when something is drawn:
-pip install 'tileattn[plot]'.
+Every `draw_...` returns a matplotlib figure that needs no display. matplotlib is imported when something is drawn; the
+extra `plot` installs it.
 """
 
 from .dashboard import draw_dashboard

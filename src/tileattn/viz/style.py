@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from tileattn.bench.plot import FAINT, INK, style
+from tileattn.installation import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ def empty_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'tileattn[plot]'") from error
+        raise ModuleNotFoundError(f"pictures need matplotlib: {pip_install('plot')}") from error
 
     return Figure(figsize=(width, height), dpi=160, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.05))
 

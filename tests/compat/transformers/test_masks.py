@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -31,6 +32,7 @@ from tileattn.compat.transformers.attention import attend
 from tileattn.compat.transformers.mask import MaskParts, make_mask
 from tileattn.compat.transformers.patterns import DenseMask, ShiftedWindow
 from tileattn.compat.transformers.symbols import Pattern, understood
+from tileattn.installation import pip_install
 from tileattn.variant.masks import KeyPadding
 
 BATCH = 2
@@ -421,7 +423,7 @@ def test_register_registers_both() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'tileattn\[transformers\]'"):
+    with pytest.raises(ImportError, match=re.escape(pip_install("transformers"))):
         adapter.register()
 
 

@@ -143,6 +143,8 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
+HOST |= {"build.collection", "build.progress"}
+HOST |= {"build.job", "build.record", "build.text", "bundling", "bundling.content", "bundling.wheel"}
 HOST |= {"packed_lists", "lists.bits", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}

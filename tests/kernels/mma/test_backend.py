@@ -17,6 +17,7 @@ from tests.tools.mma import emulator as mma_emulator
 from tests.tools.mma.cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
+from tileattn.installation import pip_install
 from tileattn.kernels.mma import backend, compile, rungs
 from tileattn.kernels.mma.backend import Choice, parse
 from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS, Kernel, RungOptions, Tiles
@@ -145,7 +146,7 @@ def test_what_it_refuses(options: str, changes: dict[str, Any], reason: str) -> 
 
 def test_without_cuda_core_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_compiler", lambda: False)
-    assert refusal() == "cuda-core is not installed (pip install 'tileattn[mma]')"
+    assert refusal() == f"cuda-core is not installed ({pip_install('mma')})"
 
 
 @pytest.mark.usefixtures("installed")

@@ -46,7 +46,7 @@ MUTANTS: list[Mutant] = [
             ),
             "key: without the variant": (" | {program(call.variant)}", ""),
             "key: without the configuration": ("forward | {facts} | {text} |", "forward | {facts} |"),
-            "key: fp8 values of any architecture": ('{call.head_dim_v} {call.arch}"', '{call.head_dim_v}"'),
+            "key: fp8 values of any architecture": ('{self.call.head_dim_v} {self.arch}"', '{self.call.head_dim_v}"'),
         },
     ),
     *mutants(
@@ -60,7 +60,7 @@ MUTANTS: list[Mutant] = [
     *mutants(
         "kernels/tilelang/packed/library.py",
         KEY,
-        {"key: plans of any architecture": ("sequence_plan | {arch}", "sequence_plan")},
+        {"key: plans of any architecture": ("sequence_plan | {self.arch}", "sequence_plan")},
     ),
     *mutants(
         "call/dropout.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,11 +36,12 @@ from tileattn.variant.key import encode, normalize
 from tileattn.variant.program import decode
 
 
-def calls() -> Iterator[Callable[[], Any]]:
-    """Each call that the tests make, as a function that makes it on "meta", with its backward pass if there is one."""
+@contextmanager
+def recording() -> Iterator[list[Callable[[], Any]]]:
+    """Inside, models' calls are recorded instead of computed: each as a function that makes it on "meta"."""
     recorded_calls: list[Callable[[], Any]] = []
 
-    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorder(function: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
             recorded_calls.append(_on_meta(function, (q, k, v, *arguments), options))
             return q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -48,12 +50,18 @@ def calls() -> Iterator[Callable[[], Any]]:
 
     adapter.register()
     with (
-        mock.patch.object(attention, "attention", recording(attention.attention)),
-        mock.patch.object(packed, "varlen_attention", recording(packed.varlen_attention)),
-        mock.patch.object(paged, "varlen_attention", recording(paged.varlen_attention)),
-        mock.patch.object(step, "decode", recording(step.decode)),
-        mock.patch.object(blocks, "decode", recording(blocks.decode)),
+        mock.patch.object(attention, "attention", recorder(attention.attention)),
+        mock.patch.object(packed, "varlen_attention", recorder(packed.varlen_attention)),
+        mock.patch.object(paged, "varlen_attention", recorder(paged.varlen_attention)),
+        mock.patch.object(step, "decode", recorder(step.decode)),
+        mock.patch.object(blocks, "decode", recorder(blocks.decode)),
     ):
+        yield recorded_calls
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Each call that the tests make, as a function that makes it on "meta", with its backward pass if there is one."""
+    with recording() as recorded_calls:
         for run in _runs():
             with torch.enable_grad():
                 run()

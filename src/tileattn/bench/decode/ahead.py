@@ -14,8 +14,9 @@ from tileattn.bench.decode.methods import Method, Own, fixed, own_methods
 from tileattn.bench.decode.ratios.cases import suite
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob, jobs_of
+from tileattn.kernels.tilelang.decode.job import jobs_of
 from tileattn.kernels.tilelang.decode.launch import Decoding
+from tileattn.kernels.tilelang.decode.library import PlanJob
 from tileattn.runtime.decoding import DecodeOptions, make_decode_call, with_variant
 from tileattn.runtime.dispatch import prepare_decode
 
@@ -41,7 +42,7 @@ def jobs(
             if isinstance(phase, Decoding):
                 for job in jobs_of(phase.call, phase.config, phase.lines and phase.lines.queries):
                     found.setdefault(job.key, job)
-    return sorted(found.values(), key=lambda job: isinstance(job, DecodeJob) and job.config is None)
+    return sorted(found.values(), key=lambda job: isinstance(job, PlanJob))
 
 
 def suite_jobs(names: Sequence[str], arch: str) -> list[AnyJob]:

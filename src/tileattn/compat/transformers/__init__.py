@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...api.attention import check_backend
+from ...installation import pip_install
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallel
@@ -61,13 +62,11 @@ def register(
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(
-            "tileattn.compat.transformers needs transformers: pip install 'tileattn[transformers]'"
-        ) from error
+        raise ImportError(f"tileattn.compat.transformers needs transformers: {pip_install('transformers')}") from error
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ImportError(
             f"tileattn.compat.transformers needs transformers {'.'.join(map(str, OLDEST))} or newer, got "
-            f"{transformers.__version__}: pip install 'tileattn[transformers]'"
+            f"{transformers.__version__}: {pip_install('transformers')}"
         )
     from .attention import attend
     from .mask import make_mask

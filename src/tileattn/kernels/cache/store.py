@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,20 @@ class KernelCache:
         beside = self._beside() if path is None else None
         return path if beside is None else beside.find(key)
 
-    def find_or_build(self, key: str, build: Callable[[Path], None]) -> Path:
+    def record(self, key: str) -> dict[str, Any]:
+        """What is kept beside a key's library, which :meth:`find` has found: what `build` returned is in it."""
+        path, _ = self._look(key)
+        if path is not None:
+            return _read_record(path.with_suffix(".json"))
+        beside = self._beside()
+        return {} if beside is None else beside.record(key)
+
+    def find_or_build(self, key: str, build: Callable[[Path], Mapping[str, str] | None]) -> Path:
         """The path of a key's library, which is built first if it is missing or damaged.
 
         Args:
             key: all facts that determine the library.
-            build: ``build(path)`` compiles the library and writes it to `path`.
+            build: ``build(path)`` compiles the library and writes it to `path`. What it returns is kept in the record.
 
         Raises:
             PermissionError: as in :meth:`find`.
@@ -167,16 +175,16 @@ class KernelCache:
 
     # --- Writing ---
 
-    def _build(self, key: str, path: Path, build: Callable[[Path], None]) -> Path:
+    def _build(self, key: str, path: Path, build: Callable[[Path], Mapping[str, str] | None]) -> Path:
         self._remove_leftovers(path)
         with self._writing():
             folder = tempfile.TemporaryDirectory(dir=self.folder, prefix=f".build-{path.stem}-")
         with folder as scratch:
             fresh = Path(scratch) / path.name
             with full_disk.explained(self.folder, VARIABLE):
-                build(fresh)
+                more = build(fresh) or {}
             record = Path(scratch) / "record.json"
-            text = json.dumps({"key": key, "sha256": _checksum(fresh), "bytes": fresh.stat().st_size})
+            text = json.dumps({"key": key, "sha256": _checksum(fresh), "bytes": fresh.stat().st_size, **more})
             with self._writing():
                 record.write_text(text)
                 for file, place in ((fresh, path), (record, path.with_suffix(".json"))):

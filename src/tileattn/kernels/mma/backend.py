@@ -10,8 +10,9 @@ import torch
 
 from ...call.facts import CAUSAL, AttentionCall
 from ...call.inputs import Inputs
+from ...installation import pip_install
 from ..packages import asked_for_any_machine
-from .compile import INSTALL, has_compiler
+from .compile import has_compiler
 from .launch import launcher
 from .rungs import (
     ACCUMULATIONS,
@@ -122,7 +123,7 @@ def refusal(choice: Choice, call: AttentionCall) -> str | None:
     if not (call.arch.startswith("sm_") and int(call.arch[3:].rstrip("af")) >= 80):
         return f"device {call.arch!r} is no NVIDIA GPU from sm_80 on"
     if not (asked_for_any_machine() or has_compiler()):
-        return f"cuda-core is not installed ({INSTALL})"
+        return f"cuda-core is not installed ({pip_install('mma')})"
     if call.needs_grad:
         return "it has no backward pass (an input requires grad)"
     if call.dtype not in DTYPES:

@@ -13,7 +13,6 @@ from ..cache.sources import closure, digest_of
 from .rungs import Kernel
 
 SOURCES = Path(__file__).parent
-INSTALL = "pip install 'tileattn[mma]'"
 _IMPORTING = threading.Lock()  # two threads cannot import cuda.core 1.2 at the same time
 
 
@@ -59,9 +58,7 @@ def _source_digest() -> str:
 
 @functools.cache
 def _toolchain() -> str:
-    return (
-        ", ".join(f"{name} {_version(name)}" for name in ("tileattn", "cuda-core", "cuda-bindings")) + f", {_nvrtc()}"
-    )
+    return ", ".join(f"{name} {_version(name)}" for name in ("cuda-core", "cuda-bindings")) + f", {_nvrtc()}"
 
 
 def _nvrtc() -> str:

@@ -7,7 +7,7 @@ import torch
 from ...call.facts import AttentionCall
 from ...call.fp8 import FP8
 from ...variant.program import program
-from ..packages import absence
+from ..bundles.installed import absence
 from .architecture import ARCHITECTURES
 from .backward.launch import backward_space as backward_space
 from .backward.launch import prepare_backward as prepare_backward
@@ -21,7 +21,7 @@ def refusal(call: AttentionCall) -> str | None:
     """The reason why the kernels do not run a call, or None if they do."""
     if call.arch not in ARCHITECTURES:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
-    if (reason := absence("tilelang", "tilelang")) is not None:
+    if (reason := absence(call.arch)) is not None:
         return reason
     if call.packed:
         reason = _refusal_packed(call)

@@ -6,5 +6,5 @@ call, terms      what the fields describe: its tensors, and the same as a script
 implementations  tileattn, FlashAttention's two loops, the definition, PyTorch's own attention
 measure          runs a call by each of them: error, time, memory
 pictures         the tile map and the bars, as SVG and HTML
-page             the page, in gradio; the only file that imports gradio (pip install 'tileattn[demo]')
+page             the page, in gradio; the only file that imports gradio (the extra `demo`)
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tileattn.bench import environment
+from tileattn.installation import pip_install
 from tileattn.measure.units import human_bytes
 from tileattn.viz.demo import form, measure, pictures
 from tileattn.viz.demo.implementations import IMPLEMENTATIONS
@@ -98,7 +99,7 @@ def page(device: torch.device) -> gradio.Blocks:
     try:
         import gradio as gr
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the page needs gradio: pip install 'tileattn[demo]'") from error
+        raise ModuleNotFoundError(f"the page needs gradio: {pip_install('demo')}") from error
 
     usual = form.Form(dtype=form.OFFERED[device.type][0])
     first = answer(device, *(getattr(usual, name) for name in form.NAMES))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....call import cache_status
 from ....call.appending import AppendCall, AppendInputs
-from ...packages import absence
+from ...bundles.installed import absence
 from ..architecture import ARCHITECTURES
 from .library import append_function
 
@@ -20,7 +20,7 @@ def refusal(call: AppendCall) -> str | None:
     """The reason why the kernel does not run a call, or None if it does."""
     if call.arch not in ARCHITECTURES:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
-    if (reason := absence("tilelang", "tilelang")) is not None:
+    if (reason := absence(call.arch)) is not None:
         return reason
     if call.dtype not in _DTYPES:
         return f"dtype must be float16, bfloat16 or float32, not {call.dtype}"

@@ -1,27 +1,32 @@
-"""The kernel of an append call as a job to compile ahead, in another process."""
+"""The kernel of an append call as a job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ....call.appending import AppendCall
-from .library import append_key, ensure_append_compiled
+from ..build.job import KernelJob, Name
 
 
 @dataclass(frozen=True)
-class AppendJob:
+class AppendJob(KernelJob):
     """The kernel of a call."""
 
     call: AppendCall
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return append_key(self.call)
+    def arch(self) -> str:
+        return self.call.arch
 
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_append_compiled(self.call)
+    @property
+    def name(self) -> Name:
+        return Name(str(self.call), "append.kernel")
+
+    def function(self) -> Any:
+        from .kernel import append_kernel
+
+        return append_kernel(self.call)
 
     def __str__(self) -> str:
         return str(self.call)

@@ -1,4 +1,4 @@
-"""The compiled kernels of append_kv: keys and libraries. Imports neither TileLang nor its compiler."""
+"""The compiled kernels of append_kv: libraries and jobs. Imports neither TileLang nor its compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ....call.appending import AppendCall
-from ..build.library import find_or_compile, key_of, load
+from ..build.library import find_or_compile, load
+from .job import AppendJob
 
 
 @functools.cache
@@ -19,15 +20,9 @@ def append_function(call: AppendCall) -> Callable[..., Any]:
 
 def ensure_append_compiled(call: AppendCall) -> Path:
     """The shared library of :func:`append_function`."""
-
-    def kernel() -> Any:
-        from .kernel import append_kernel
-
-        return append_kernel(call)
-
-    return find_or_compile(append_key(call), kernel, call.arch)
+    return find_or_compile(AppendJob(call))
 
 
 def append_key(call: AppendCall) -> str:
     """The cache key of a call's kernel."""
-    return key_of(str(call), "append.kernel")
+    return AppendJob(call).key

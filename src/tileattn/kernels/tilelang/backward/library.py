@@ -12,7 +12,8 @@ import torch
 
 from ....call.facts import BackwardCall
 from ....variant.program import program
-from ..build.library import find_or_compile, key_of, load
+from ..build.job import KernelJob, Name
+from ..build.library import find_or_compile, load
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, listed_as, prepared, queries_default
 from .hopper.config import HopperBackwardConfig
@@ -57,29 +58,12 @@ def kernel_names(call: BackwardCall) -> tuple[str, ...]:
 @functools.cache
 def add_shares(call: BackwardCall) -> Kernel:
     """The compiled kernel that adds up the parts of dk and dv (shares/add.py)."""
-    return load(_ensure_added(SharesJob(call.forward.dtype, call.forward.arch)))["add"]
-
-
-def _ensure_added(job: SharesJob) -> Path:
-    """The shared library of a job's kernel, compiled if the cache does not hold it."""
-
-    def kernel() -> Any:
-        from .shares.add import add_kernel
-
-        return add_kernel(job.dtype)
-
-    return find_or_compile(job.key, kernel, job.arch)
+    return load(find_or_compile(SharesJob(call.forward.dtype, call.forward.arch)))["add"]
 
 
 def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = None) -> Path:
     """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
-
-    def kernel() -> Any:
-        from .kernels import kernel_of
-
-        return kernel_of(call, name, config or default(call))
-
-    return find_or_compile(cache_key(call, name, config), kernel, call.forward.arch)
+    return find_or_compile(BackwardJob(call, name, config))
 
 
 def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
@@ -87,7 +71,7 @@ def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -
 
     Only the main kernel and that for dq alone depend on the variant; the others serve any.
     """
-    return key_of(f"backward | {name} | {_facts(call, name, config or default(call))}", "backward.kernels")
+    return BackwardJob(call, name, config).key
 
 
 def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
@@ -109,44 +93,51 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
 
 
 @dataclass(frozen=True)
-class BackwardJob:
-    """One kernel of a call's backward pass, by its name (:func:`kernel_names`).
+class BackwardJob(KernelJob):
+    """One kernel of a call's backward pass.
 
-    config: of the main kernel; None is the default.
+    Attributes:
+        kernel: one of :func:`kernel_names`.
+        config: of the main kernel; None is the default.
     """
 
     call: BackwardCall
-    name: str
+    kernel: str
     config: MainConfig | None = None
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return cache_key(self.call, self.name, self.config)
+    def arch(self) -> str:
+        return self.call.forward.arch
 
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_compiled(self.call, self.name, self.config)
+    @property
+    def name(self) -> Name:
+        facts = _facts(self.call, self.kernel, self.config or default(self.call))
+        return Name(f"backward | {self.kernel} | {facts}", "backward.kernels")
+
+    def function(self) -> Any:
+        from .kernels import kernel_of
+
+        return kernel_of(self.call, self.kernel, self.config or default(self.call))
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.call}"
+        return f"{self.kernel} of {self.call}"
 
 
 @dataclass(frozen=True)
-class SharesJob:
+class SharesJob(KernelJob):
     """The kernel that adds up the parts of dk and dv of calls whose groups of heads are split."""
 
     dtype: torch.dtype
     arch: str
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return key_of(f"backward | shares | {self.dtype} {self.arch}", "backward.shares.add")
+    def name(self) -> Name:
+        return Name(f"backward | shares | {self.dtype} {self.arch}", "backward.shares.add")
 
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        _ensure_added(self)
+    def function(self) -> Any:
+        from .shares.add import add_kernel
+
+        return add_kernel(self.dtype)
 
     def __str__(self) -> str:
         return f"sums of dk and dv ({self.dtype} {self.arch})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import sys
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
-from ....variant.key import CLASSES
 from ...cache.store import kernel_cache
+from . import text
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -56,19 +55,8 @@ def compile_job(job: AnyJob) -> Done:
     return Done(job, seconds=time.perf_counter() - start)
 
 
-def _modules_of_variant(job: AnyJob) -> list[str]:
-    """The modules, besides this package's own variants, of the masks and modifications that a job names.
-
-    The job's key names a class. A new process knows only those of `tileattn.variant`.
-    """
-    text = str(job)
-    modules = {known.__module__ for name, known in CLASSES.items() if f"{name}(" in text}
-    return sorted(module for module in modules if module != "__main__" and not module.startswith("tileattn.variant"))
-
-
 def _in_process(work: Callable[[AnyJob], Done], job: AnyJob, modules: Sequence[str]) -> Done:
-    for module in modules:
-        importlib.import_module(module)
+    text.import_modules(modules)
     return work(job)
 
 
@@ -108,7 +96,7 @@ def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob],
         pool = pools.get()
         try:
             with _main_hidden():
-                waiting = pool.submit(_in_process, work, job, _modules_of_variant(job))
+                waiting = pool.submit(_in_process, work, job, text.modules_of(str(job)))
             return waiting.result()
         except Exception as failure:
             pool.shutdown(wait=False)

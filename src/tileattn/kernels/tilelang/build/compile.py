@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang
 import tilelang.language as T
@@ -16,6 +18,7 @@ from tilelang.engine.lower import (
     lower_to_host_device_ir,
 )
 from tvm import arith, ir, runtime, tirx
+from tvm.script.ir_builder import IRBuilder
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
@@ -43,23 +46,49 @@ def target_of(arch: str) -> Any:
 
 def device_source(function: Any, arch: str) -> str:
     """The CUDA or HIP source that TileLang generates; needs neither a GPU nor a device compiler."""
-    target = target_of(arch)
-    with target, _pass_context(function):
-        context = create_backend_context(target, None, "auto")
-        _, device = _lower(function, context)
-        return str(device_codegen_without_compile(device, context).inspect_source())
+    return sources(function, arch).device
 
 
-def build_library(function: Any, arch: str, path: Path) -> None:
-    """Compiles the function, with nvcc or hipcc and the host's C++ compiler, into the shared library `path`."""
+class Sources(NamedTuple):
+    """What TileLang generates of a function: for the device in CUDA or HIP, for the host in C."""
+
+    device: str
+    host: str
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that is compiled: it lasts as long as the kernel is generated the same way."""
+        parts = [nvcc.prepared(self.device), self.host, " ".join(nvcc.OPTIONS), " ".join(HOST_OPTIONS)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def sources(function: Any, arch: str) -> Sources:
+    """The generated sources; needs neither a GPU nor a device compiler."""
     target = target_of(arch)
     with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
+        of_device = device_codegen_without_compile(device, context).inspect_source()
+        return Sources(str(of_device), str(host_codegen(host, context).inspect_source()))
+
+
+def build_library(function: Any, arch: str, path: Path) -> str:
+    """Compiles the function, with nvcc or hipcc and the host's C++ compiler, into the shared library `path`.
+
+    Returns:
+        The digest of the sources (:attr:`Sources.digest`).
+    """
+    target = target_of(arch)
+    with target, _pass_context(function):
+        context = create_backend_context(target, None, "auto")
+        host, device = _lower(function, context)
+        of_device = str(device_codegen_without_compile(device, context).inspect_source())
         library = host_codegen(host, context)
+        of_host = str(library.inspect_source())
         with nullcontext() if arch.startswith("gfx") else nvcc.compiling():
             library.import_module(device_codegen(device, context))
         runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
+    return Sources(of_device, of_host).digest
 
 
 def _pass_context(function: Any) -> Any:
@@ -69,6 +98,7 @@ def _pass_context(function: Any) -> Any:
 
 
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
+    _name_apart(function)
     host, device, *_ = lower_to_host_device_ir(function, context)
     for name, kernel in list(device.functions.items()):
         kernel = _uniform_warpgroups(_one_producer_warp(_constant_waits(kernel)))
@@ -79,6 +109,26 @@ def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
             kernel = _without_padding(kernel, dict(zip(numbers[::2], numbers[1::2], strict=True)))
         device.update_func(name, kernel)
     return host, device
+
+
+def _name_apart(function: Any) -> None:
+    """Numbers the shared buffers of equal names, in the order in which the kernel allocates them.
+
+    TileLang 0.1.15 gives buffers of equal size their places in the order of their names. Buffers that are made in a
+    call, as the fields of a value, are all called "v", and then the order was that of addresses: the same kernel had
+    another source in each process.
+    """
+    buffers: list[Any] = []
+
+    def take(node: Any) -> None:
+        if isinstance(node, tirx.SBlock):
+            buffers.extend(each for each in node.alloc_buffers if each.scope().startswith("shared"))
+
+    stmt_functor.post_order_visit(function.body, take)
+    counts = Counter(each.name for each in buffers)
+    for number, buffer in enumerate(buffers):
+        if counts[buffer.name] > 1:
+            IRBuilder.name(f"{buffer.name or 'shared'}_{number:02d}", buffer)
 
 
 def _one_producer_warp(kernel: Any) -> Any:

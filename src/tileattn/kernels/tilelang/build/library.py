@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ....installation import pip_install
+from ...bundles import installed
+from ...bundles.runtime import runtime, tilelang_libraries
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
+from . import record
+from .collection import collection_paused
+from .progress import progress_line
+
+if TYPE_CHECKING:
+    from .job import KernelJob
 
 TILELANG = __package__.rpartition(".")[0]
+
+
+def generators(module: str) -> tuple[str, str]:
+    """The full names of the modules that generate and compile a kernel.
+
+    Args:
+        module: below :data:`TILELANG`, the one that has the function that returns the TileLang function.
+    """
+    return f"{TILELANG}.{module}", f"{TILELANG}.build.compile"
 
 
 def key_of(facts: str, module: str) -> str:
@@ -26,33 +42,53 @@ def key_of(facts: str, module: str) -> str:
 
     Args:
         facts: of the kernel, which name it, too.
-        module: below :data:`TILELANG`, the one that has the function that returns the TileLang function. Its sources
-            are in the key, so that editing them recompiles its kernels.
+        module: as for :func:`generators`. Its sources are in the key, so that editing them recompiles its kernels.
     """
-    return f"{facts} | {digest(f'{TILELANG}.{module}', f'{TILELANG}.build.compile')} | {toolchain()}"
+    return f"{facts} | {digest(*generators(module))} | {toolchain()}"
 
 
-def find_or_compile(key: str, kernel: Callable[[], Any], arch: str) -> Path:
-    """The shared library of a kernel, from the cache on disk or compiled now (some seconds).
+def find_or_compile(job: KernelJob) -> Path:
+    """The shared library of a kernel: from an installed bundle, from the cache on disk, or compiled now (some seconds).
 
-    Args:
-        key: as :func:`key_of` makes it.
-        kernel: makes the TileLang function; called where the cache does not hold the library.
-        arch: of the device.
+    Raises:
+        RuntimeError: no bundle has it, and TileLang, which would compile it, is not installed.
     """
+    record.note(job)
+    facts, module = job.name
+    bundled = installed.find(facts, generators(module), job.arch)
+    if bundled is not None:
+        return bundled
+    if tilelang_libraries() is None:
+        raise RuntimeError(_text_of_missing(job))
+    return compile_into_cache(job)
 
-    def build(path: Path) -> None:
-        from .compile import build_library
 
-        build_library(kernel(), arch, path)
+def compile_into_cache(job: KernelJob) -> Path:
+    """The shared library of a kernel in the cache on disk, compiled now if it is missing. Bundles do not matter."""
 
-    return kernel_cache().find_or_build(key, build)
+    def build(path: Path) -> dict[str, str]:
+        with progress_line(str(job)), collection_paused():
+            from .compile import build_library
+
+            return {"source": build_library(job.function(), job.arch, path)}
+
+    return kernel_cache().find_or_build(job.key, build)
+
+
+def _text_of_missing(job: KernelJob) -> str:
+    names = ", ".join(str(each) for each in installed.of_architecture(job.arch)) or "none is installed"
+    return (
+        f"no kernel for {job}: no bundle of kernels for {job.arch} has it as this version of tileattn needs it "
+        f"({names}), and TileLang, which would compile it, is not installed. Install TileLang "
+        f"({pip_install('compile')}), make a bundle with this kernel (tileattn record, tileattn bundle), or pass "
+        'backend="torch"'
+    )
 
 
 @functools.cache
 def toolchain() -> str:
     """Versions of TileLang and of the CUDA toolkit (or HIP) that compile the kernels."""
-    return f"tileattn {version('tileattn')}, tilelang {version('tilelang')}, {device_compiler()}"
+    return f"tilelang {version('tilelang')}, {device_compiler()}"
 
 
 def version(package: str) -> str:
@@ -71,19 +107,6 @@ def device_compiler() -> str:
         versions = json.loads((Path(home) / "version.json").read_text())
         return f"cuda {versions.get('cuda_nvcc', versions.get('cuda', {})).get('version')}"
     return f"cuda {version('nvidia-cuda-nvcc')}"
-
-
-@functools.cache
-def runtime() -> Any:
-    """TVM's runtime and TileLang's additions to it (tensor maps), without TileLang's Python package."""
-    import tvm_ffi
-
-    spec = importlib.util.find_spec("tilelang")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("tilelang is not installed: pip install tilelang")
-    for name in ("libtvm_runtime.so", "libtilelang.so"):
-        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
-    return tvm_ffi
 
 
 def load(path: Path) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from ....call.decoding import DecodeCall
 from ....variant.program import program
-from ...packages import absence
+from ...bundles.installed import absence
 from ..architecture import ARCHITECTURES
 from .launch import prepare as prepare
 
@@ -19,7 +19,7 @@ def refusal(call: DecodeCall) -> str | None:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
     if call.arch.startswith("gfx"):
         return f"decode runs on NVIDIA GPUs only, not {call.arch}"
-    if (reason := absence("tilelang", "tilelang")) is not None:
+    if (reason := absence(call.arch)) is not None:
         return reason
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype must be float16 or bfloat16, not {call.dtype}"

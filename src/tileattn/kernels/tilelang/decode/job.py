@@ -1,71 +1,22 @@
-"""The kernels of a decode call as jobs to compile ahead, in other processes."""
+"""Which kernels a decode call has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....call.decoding import DecodeCall
 from ... import tile_lists
 from .config import Config
-from .library import (
-    decode_key,
-    ensure_decode_compiled,
-    ensure_packed_keys_compiled,
-    ensure_plan_compiled,
-    packed_keys_key,
-    plan_key,
-)
-from .lines.library import ensure_lines_compiled, lines_key
+from .library import DecodeJob, PackedKeysJob, PlanJob
+from .lines.library import LinesJob
 from .lines.visits import analysis_of
 
-
-@dataclass(frozen=True)
-class DecodeJob:
-    """One kernel: the attention kernel of a call, or (config None) the planning kernel that runs before it."""
-
-    call: DecodeCall
-    config: Config | None
-
-    @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        call = self.call
-        if self.config is None:
-            return plan_key(call.arch, call.packed, call.variant, call.listed)
-        return decode_key(call, self.config)
-
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        call = self.call
-        if self.config is None:
-            ensure_plan_compiled(call.arch, call.packed, call.variant, call.listed)
-        else:
-            ensure_decode_compiled(call, self.config)
-
-    def __str__(self) -> str:
-        return f"plan of {self.call}" if self.config is None else f"{self.call} {self.config}"
+AnyDecodeJob = DecodeJob | PlanJob | LinesJob | PackedKeysJob
 
 
-@dataclass(frozen=True)
-class LinesJob:
-    """The kernel that lists the tiles which calls visit, of at most so many queries in a tile of rows."""
-
-    arch: str
-    packed: bool
-    variant: str
-    queries: int
-
-    @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return lines_key(self.arch, self.packed, self.variant, self.queries)
-
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_lines_compiled(self.arch, self.packed, self.variant, self.queries)
-
-    def __str__(self) -> str:
-        return f"decode: lines of {self.variant}{' packed' * self.packed} queries={self.queries} {self.arch}"
+def plan_job(call: DecodeCall) -> PlanJob:
+    """The planning kernel of a call."""
+    return PlanJob(call.arch, call.packed, call.variant, call.listed)
 
 
 def lines_jobs(call: DecodeCall, *queries: int) -> tuple[LinesJob, ...]:
@@ -82,26 +33,7 @@ def with_lines(call: DecodeCall) -> tuple[DecodeCall, ...]:
     return (call, replace(call, listed=True)) if may else (call,)
 
 
-@dataclass(frozen=True)
-class PackedKeysJob:
-    """The kernel that finds each sequence's packed keys."""
-
-    arch: str
-
-    @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return packed_keys_key(self.arch)
-
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_packed_keys_compiled(self.arch)
-
-    def __str__(self) -> str:
-        return f"decode: packed keys {self.arch}"
-
-
-def jobs_of(call: DecodeCall, config: Config, queries: int | None) -> tuple[DecodeJob | LinesJob | PackedKeysJob, ...]:
+def jobs_of(call: DecodeCall, config: Config, queries: int | None) -> tuple[AnyDecodeJob, ...]:
     """The kernels of a call, that of attention first.
 
     Args:
@@ -110,4 +42,4 @@ def jobs_of(call: DecodeCall, config: Config, queries: int | None) -> tuple[Deco
     """
     packed_keys = [PackedKeysJob(call.arch)] * call.packed_keys
     lines = () if queries is None else lines_jobs(call, queries)
-    return DecodeJob(call, config), DecodeJob(call, None), *packed_keys, *lines
+    return DecodeJob(call, config), plan_job(call), *packed_keys, *lines

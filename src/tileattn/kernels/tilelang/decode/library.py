@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....call.decoding import DecodeCall
 from ....variant.program import program
-from ..build.library import find_or_compile, key_of, load
+from ..build.job import KernelJob, Name
+from ..build.library import find_or_compile, load
 from .config import Config
 from .ranges import mask_differs_by_head, text_of_range
 
@@ -42,54 +44,106 @@ def ensure_compiled(call: DecodeCall, config: Config) -> Path:
 
 def ensure_decode_compiled(call: DecodeCall, config: Config) -> Path:
     """The shared library of :func:`decode_function`."""
-
-    def kernel() -> Any:
-        from .kernel import decode_kernel
-
-        return decode_kernel(call, config)
-
-    return find_or_compile(decode_key(call, config), kernel, call.arch)
+    return find_or_compile(DecodeJob(call, config))
 
 
 def ensure_plan_compiled(arch: str, packed: bool, variant: str, listed: bool = False) -> Path:
     """The shared library of :func:`plan_function`."""
-
-    def kernel() -> Any:
-        from .plan_kernel import plan_kernel
-
-        return plan_kernel(arch, packed, program(variant), listed)
-
-    return find_or_compile(plan_key(arch, packed, variant, listed), kernel, arch)
+    return find_or_compile(PlanJob(arch, packed, variant, listed))
 
 
 def ensure_packed_keys_compiled(arch: str) -> Path:
     """The shared library of :func:`packed_keys_function`."""
-
-    def kernel() -> Any:
-        from .packed_keys import packed_keys_kernel
-
-        return packed_keys_kernel(arch)
-
-    return find_or_compile(packed_keys_key(arch), kernel, arch)
+    return find_or_compile(PackedKeysJob(arch))
 
 
 def decode_key(call: DecodeCall, config: Config) -> str:
     """The cache key of an attention kernel: all that decides what it is compiled to."""
-    facts = (
-        f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
-        f"aligned={call.aligned} packed={call.packed} packed_keys={call.packed_keys} "
-        f"page_rows={call.page_rows} {call.arch}{' listed' * call.listed}"
-    )
-    return key_of(f"decode | {facts} | {config} | {program(call.variant)}", "decode.kernel")
+    return DecodeJob(call, config).key
 
 
 def plan_key(arch: str, packed: bool, variant: str, listed: bool = False) -> str:
     """The cache key of a planning kernel; of a variant it depends on the range of keys, and on whose lines are."""
-    traced = program(variant)
-    by = f"{' listed' * listed}{' by head' * (listed and mask_differs_by_head(traced))}"
-    return key_of(f"decode_plan | packed={packed} {arch}{by} | {text_of_range(traced)}", "decode.plan_kernel")
+    return PlanJob(arch, packed, variant, listed).key
 
 
 def packed_keys_key(arch: str) -> str:
     """The cache key of the kernel that finds each sequence's keys; of a call it depends on the architecture alone."""
-    return key_of(f"packed_keys | {arch}", "decode.packed_keys")
+    return PackedKeysJob(arch).key
+
+
+# --- Jobs ---
+
+
+@dataclass(frozen=True)
+class DecodeJob(KernelJob):
+    """The attention kernel of a call."""
+
+    call: DecodeCall
+    config: Config
+
+    @property
+    def arch(self) -> str:
+        return self.call.arch
+
+    @property
+    def name(self) -> Name:
+        call = self.call
+        facts = (
+            f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
+            f"aligned={call.aligned} packed={call.packed} packed_keys={call.packed_keys} "
+            f"page_rows={call.page_rows} {call.arch}{' listed' * call.listed}"
+        )
+        return Name(f"decode | {facts} | {self.config} | {program(call.variant)}", "decode.kernel")
+
+    def function(self) -> Any:
+        from .kernel import decode_kernel
+
+        return decode_kernel(self.call, self.config)
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.config}"
+
+
+@dataclass(frozen=True)
+class PlanJob(KernelJob):
+    """The planning kernel of calls with a mask; listed: of those that go by lines."""
+
+    arch: str
+    packed: bool
+    variant: str
+    listed: bool = False
+
+    @property
+    def name(self) -> Name:
+        traced = program(self.variant)
+        by = f"{' listed' * self.listed}{' by head' * (self.listed and mask_differs_by_head(traced))}"
+        facts = f"packed={self.packed} {self.arch}{by}"
+        return Name(f"decode_plan | {facts} | {text_of_range(traced)}", "decode.plan_kernel")
+
+    def function(self) -> Any:
+        from .plan_kernel import plan_kernel
+
+        return plan_kernel(self.arch, self.packed, program(self.variant), self.listed)
+
+    def __str__(self) -> str:
+        return f"plan of decode calls {self.variant}{' packed' * self.packed}{' by lines' * self.listed} {self.arch}"
+
+
+@dataclass(frozen=True)
+class PackedKeysJob(KernelJob):
+    """The kernel that finds each sequence's packed keys."""
+
+    arch: str
+
+    @property
+    def name(self) -> Name:
+        return Name(f"packed_keys | {self.arch}", "decode.packed_keys")
+
+    def function(self) -> Any:
+        from .packed_keys import packed_keys_kernel
+
+        return packed_keys_kernel(self.arch)
+
+    def __str__(self) -> str:
+        return f"decode: packed keys {self.arch}"

@@ -11,7 +11,8 @@ from typing import Any
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import program
-from ..build.library import find_or_compile, key_of, load
+from ..build.job import KernelJob, Name
+from ..build.library import find_or_compile, load
 from ..packed.library import ensure_plan_compiled
 from .amd.config import AmdConfig
 from .defaults import Config, default
@@ -35,16 +36,11 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
     For fp8 and packed sequences, the kernel that runs before it is compiled as well.
     """
 
-    def kernel() -> Any:
-        from .kernel import kernel_of
-
-        return kernel_of(call, config)
-
     if call.dtype == FP8:
         ensure_transpose_compiled(call)
     if call.packed:
         ensure_plan_compiled(call.arch)
-    return find_or_compile(cache_key(call, config), kernel, call.arch)
+    return find_or_compile(Job(call, config))
 
 
 @functools.cache
@@ -55,22 +51,20 @@ def transpose_function(call: AttentionCall) -> Callable[..., Any]:
 
 def ensure_transpose_compiled(call: AttentionCall) -> Path:
     """The shared library of :func:`transpose_function`."""
-
-    def kernel() -> Any:
-        from .transpose_fp8 import transpose_kernel
-
-        return transpose_kernel(call)
-
-    return find_or_compile(transpose_key(call), kernel, call.arch)
+    return find_or_compile(Job(call, None))
 
 
 def transpose_key(call: AttentionCall) -> str:
     """The cache key of the compiled transposition; of the call it depends on head_dim_v and the architecture alone."""
-    return key_of(f"transpose_fp8 | {call.head_dim_v} {call.arch}", "forward.transpose_fp8")
+    return Job(call, None).key
 
 
 def cache_key(call: AttentionCall, config: Config) -> str:
     """The cache key of a kernel: all that decides what it is compiled to."""
+    return Job(call, config).key
+
+
+def _facts(call: AttentionCall, config: Config) -> str:
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
         f"aligned={call.aligned} dropout={call.dropout} {call.arch}"
@@ -78,23 +72,36 @@ def cache_key(call: AttentionCall, config: Config) -> str:
     if call.packed:
         facts += " packed"
     text = config.kernel_text if isinstance(config, AmdConfig) else str(config)
-    return key_of(f"forward | {facts} | {text} | {program(call.variant)}", "forward.kernel")
+    return f"forward | {facts} | {text} | {program(call.variant)}"
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(KernelJob):
     """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
 
     call: AttentionCall
     config: Config | None
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return transpose_key(self.call) if self.config is None else cache_key(self.call, self.config)
+    def arch(self) -> str:
+        return self.call.arch
+
+    @property
+    def name(self) -> Name:
+        if self.config is None:  # of the call it depends on head_dim_v and the architecture alone
+            return Name(f"transpose_fp8 | {self.call.head_dim_v} {self.arch}", "forward.transpose_fp8")
+        return Name(_facts(self.call, self.config), "forward.kernel")
+
+    def function(self) -> Any:
+        if self.config is None:
+            from .transpose_fp8 import transpose_kernel
+
+            return transpose_kernel(self.call)
+        from .kernel import kernel_of
+
+        return kernel_of(self.call, self.config)
 
     def compile(self) -> None:
-        """Compiles the kernel into the cache."""
         if self.config is None:
             ensure_transpose_compiled(self.call)
         else:

@@ -12,7 +12,8 @@ import torch
 
 from ....variant.expression import TensorSymbol, nodes
 from ....variant.program import Program, program
-from ..build.library import find_or_compile, key_of, load
+from ..build.job import KernelJob, Name
+from ..build.library import find_or_compile, load
 from .analysis import analysis, mask_text
 
 
@@ -27,21 +28,12 @@ def lists_function(variant: str, arch: str, packed: bool = False) -> Callable[..
 
 def ensure_lists_compiled(variant: str, arch: str, packed: bool = False) -> Path:
     """The shared library of :func:`lists_function`."""
-
-    def kernel() -> Any:
-        from .kernel import lists_kernel
-
-        found = analysis(variant)
-        assert found is not None
-        return lists_kernel(found, dtypes_of(variant), packed)
-
-    return find_or_compile(lists_key(variant, arch, packed), kernel, arch)
+    return find_or_compile(ListsJob(variant, arch, packed))
 
 
 def lists_key(variant: str, arch: str, packed: bool = False) -> str:
     """The cache key of the kernel; of a call it depends on the mask, the architecture and whether it is packed."""
-    kind = "packed_tile_lists" if packed else "tile_lists"
-    return key_of(f"{kind} | {arch} | {mask_text(variant)}", "lists.kernel")
+    return ListsJob(variant, arch, packed).key
 
 
 def dtypes_of(variant: str) -> dict[int, str]:
@@ -52,21 +44,24 @@ def dtypes_of(variant: str) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class ListsJob:
-    """The kernel that makes the lists of a variant's mask, to compile ahead."""
+class ListsJob(KernelJob):
+    """The kernel that makes the lists of a variant's mask, which has an analysis."""
 
     variant: str
     arch: str
     packed: bool = False
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return lists_key(self.variant, self.arch, self.packed)
+    def name(self) -> Name:
+        kind = "packed_tile_lists" if self.packed else "tile_lists"
+        return Name(f"{kind} | {self.arch} | {mask_text(self.variant)}", "lists.kernel")
 
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_lists_compiled(self.variant, self.arch, self.packed)
+    def function(self) -> Any:
+        from .kernel import lists_kernel
+
+        found = analysis(self.variant)
+        assert found is not None
+        return lists_kernel(found, dtypes_of(self.variant), self.packed)
 
     def __str__(self) -> str:
         return f"lists of tiles {self.variant}{' packed' * self.packed} {self.arch}"
@@ -80,25 +75,12 @@ def bits_function(variant: str, arch: str) -> Callable[..., Any]:
 
 def ensure_bits_compiled(variant: str, arch: str) -> Path:
     """The shared library of :func:`bits_function`."""
-
-    def kernel() -> Any:
-        from .bits_kernel import bits_kernel
-
-        return bits_kernel(program(variant), read_by_mask(program(variant)))
-
-    return find_or_compile(bits_key(variant, arch), kernel, arch)
+    return find_or_compile(BitsJob(variant, arch))
 
 
 def bits_key(variant: str, arch: str) -> str:
     """The cache key of the kernel of bits; of a call it depends on the mask's expression and the architecture."""
-    traced = program(variant)
-    read = read_by_mask(traced)
-    tensors = " ".join(
-        f"{each.name}:{each.dtype}:{each.ones}{':aligned' * each.aligned}"
-        for each in traced.tensors
-        if each.name in read
-    )
-    return key_of(f"mask_bits | {arch} | {traced.allows} | {tensors}", "lists.bits_kernel")
+    return BitsJob(variant, arch).key
 
 
 def read_by_mask(traced: Program) -> frozenset[str]:
@@ -108,20 +90,27 @@ def read_by_mask(traced: Program) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class BitsJob:
-    """The kernel that makes the bits of a variant's mask, to compile ahead."""
+class BitsJob(KernelJob):
+    """The kernel that makes the bits of a variant's mask."""
 
     variant: str
     arch: str
 
     @property
-    def key(self) -> str:
-        """The key of the library in the kernel cache."""
-        return bits_key(self.variant, self.arch)
+    def name(self) -> Name:
+        traced = program(self.variant)
+        read = read_by_mask(traced)
+        tensors = " ".join(
+            f"{each.name}:{each.dtype}:{each.ones}{':aligned' * each.aligned}"
+            for each in traced.tensors
+            if each.name in read
+        )
+        return Name(f"mask_bits | {self.arch} | {traced.allows} | {tensors}", "lists.bits_kernel")
 
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_bits_compiled(self.variant, self.arch)
+    def function(self) -> Any:
+        from .bits_kernel import bits_kernel
+
+        return bits_kernel(program(self.variant), read_by_mask(program(self.variant)))
 
     def __str__(self) -> str:
         return f"bits of mixed tiles {self.variant} {self.arch}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..build.library import find_or_compile, key_of, load
+from ..build.job import KernelJob, Name
+from ..build.library import find_or_compile, load
 
 
 @functools.cache
@@ -18,15 +20,28 @@ def plan_function(arch: str) -> Callable[..., Any]:
 
 def ensure_plan_compiled(arch: str) -> Path:
     """The shared library of :func:`plan_function`."""
-
-    def kernel() -> Any:
-        from .plan_kernel import plan_kernel
-
-        return plan_kernel(arch)
-
-    return find_or_compile(plan_key(arch), kernel, arch)
+    return find_or_compile(PlanJob(arch))
 
 
 def plan_key(arch: str) -> str:
     """The cache key of the compiled planning kernel; of a call it depends on the architecture alone."""
-    return key_of(f"sequence_plan | {arch}", "packed.plan_kernel")
+    return PlanJob(arch).key
+
+
+@dataclass(frozen=True)
+class PlanJob(KernelJob):
+    """The planning kernel of packed sequences."""
+
+    arch: str
+
+    @property
+    def name(self) -> Name:
+        return Name(f"sequence_plan | {self.arch}", "packed.plan_kernel")
+
+    def function(self) -> Any:
+        from .plan_kernel import plan_kernel
+
+        return plan_kernel(self.arch)
+
+    def __str__(self) -> str:
+        return f"plan of packed sequences {self.arch}"

@@ -277,7 +277,7 @@ def test_a_search_compiles_the_kernel_of_the_first_keys(causal: bool, monkeypatc
     *own, sums, first = asked[space.default]
     assert (*own, sums) == kernel_jobs(call, split(call, space.default, 3))
     assert first.call == call_of(128)
-    assert first.name == "main"
+    assert first.kernel == "main"
     assert first.config == (HopperBackwardConfig(64) if causal else space.default)
 
 

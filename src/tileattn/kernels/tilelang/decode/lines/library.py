@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...build.library import find_or_compile, key_of, load
+from ...build.job import KernelJob, Name
+from ...build.library import find_or_compile, load
 from ...lists.analysis import mask_text
 from ...lists.library import dtypes_of
 from .visits import analysis_of, widths
@@ -21,18 +23,34 @@ def lines_function(arch: str, packed: bool, variant: str, queries: int) -> Calla
 
 def ensure_lines_compiled(arch: str, packed: bool, variant: str, queries: int) -> Path:
     """The shared library of :func:`lines_function`."""
-
-    def kernel() -> Any:
-        from .kernel import lines_kernel
-
-        found = analysis_of(variant, queries)
-        assert found is not None
-        return lines_kernel(found, dtypes_of(variant), packed)
-
-    return find_or_compile(lines_key(arch, packed, variant, queries), kernel, arch)
+    return find_or_compile(LinesJob(arch, packed, variant, queries))
 
 
 def lines_key(arch: str, packed: bool, variant: str, queries: int) -> str:
     """The cache key of the kernel that makes lines; of a variant it depends on the mask alone."""
-    facts = f"packed={packed} widths={widths(queries)} {arch}"
-    return key_of(f"decode_lines | {facts} | {mask_text(variant)}", "decode.lines.kernel")
+    return LinesJob(arch, packed, variant, queries).key
+
+
+@dataclass(frozen=True)
+class LinesJob(KernelJob):
+    """The kernel that lists the tiles which calls visit, of at most so many queries in a tile of rows."""
+
+    arch: str
+    packed: bool
+    variant: str
+    queries: int
+
+    @property
+    def name(self) -> Name:
+        facts = f"packed={self.packed} widths={widths(self.queries)} {self.arch}"
+        return Name(f"decode_lines | {facts} | {mask_text(self.variant)}", "decode.lines.kernel")
+
+    def function(self) -> Any:
+        from .kernel import lines_kernel
+
+        found = analysis_of(self.variant, self.queries)
+        assert found is not None
+        return lines_kernel(found, dtypes_of(self.variant), self.packed)
+
+    def __str__(self) -> str:
+        return f"decode: lines of {self.variant}{' packed' * self.packed} queries={self.queries} {self.arch}"

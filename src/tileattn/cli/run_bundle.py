@@ -1,0 +1,125 @@
+"""The commands `tileattn bundle` and `tileattn record`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tileattn.bench import presets
+from tileattn.call.facts import device_arch
+from tileattn.cli.choices import refuse
+from tileattn.installation import pip_install
+from tileattn.kernels.bundles import lock as locks
+from tileattn.kernels.bundles.manifest import identity
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
+from tileattn.kernels.tilelang.build import record as records
+from tileattn.kernels.tilelang.build.batch import CORES, compile_all
+from tileattn.kernels.tilelang.build.job import KernelJob
+from tileattn.kernels.tilelang.bundling import content, wheel
+
+NEEDED = {"tilelang": "TileLang, which compiles the kernels", "hatchling": "hatchling, which builds the wheel"}
+console = Console()
+
+
+def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only_list: bool, lock: Path | None) -> int:
+    """Compiles a preset and builds its wheel, lists it, or writes its lock. Returns the exit status."""
+    arch = _architecture(arch)
+    jobs = _jobs(preset, arch)
+    if only_list:
+        for job in jobs:
+            typer.echo(str(job))
+        typer.echo(f"{len(jobs)} kernels")
+        return 0
+    for module, what in NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            raise refuse("bundle", f"{what}, is not installed ({pip_install('bundle')})")
+    failed = _compile(jobs, processes or CORES)
+    if failed:
+        for text in failed:
+            typer.echo(text, err=True)
+        return 1
+    if lock is not None:
+        return _write_lock(jobs, arch, preset, lock)
+    with tempfile.TemporaryDirectory(prefix="tileattn-bundle-") as folder:
+        name = preset if preset in presets.NAMES else Path(preset).stem
+        path = wheel.build(
+            Path(folder), lambda package: content.fill(package, jobs, arch, name), content.distribution_of(arch), out
+        )
+    typer.echo(f"{path}: {len(jobs)} kernels, {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def record(command: Sequence[str], output: Path) -> int:
+    """Runs a program that notes its kernels. Returns the program's exit status."""
+    output = output.absolute()
+    if not output.parent.is_dir():
+        raise refuse("--output", f"there is no folder {output.parent}")
+    try:
+        status = subprocess.run(
+            list(command), env={**os.environ, records.VARIABLE: str(output)}, check=False
+        ).returncode
+    except OSError as error:
+        raise refuse("COMMAND", f"{command[0]} cannot be run ({error})") from error
+    count = len(list(records.read(output))) if output.is_file() else 0
+    typer.echo(f"{output}: {count} kernels", err=True)
+    return status
+
+
+def _architecture(given: str | None) -> str:
+    if given is None and not torch.cuda.is_available():
+        raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
+    arch = given or device_arch(torch.device("cuda"))
+    if arch not in ARCHITECTURES:
+        raise refuse("--arch", f"{arch!r} is not known; accepted: {', '.join(ARCHITECTURES)}")
+    return arch
+
+
+def _jobs(preset: str, arch: str) -> list[KernelJob]:
+    if preset in presets.NAMES:
+        return presets.named(preset, arch)
+    path = Path(preset)
+    if not path.is_file():
+        raise refuse("--preset", f"{preset!r} is neither a file nor one of {', '.join(presets.NAMES)}")
+    try:
+        found = list(records.read(path))
+    except (ValueError, OSError) as error:
+        raise refuse("--preset", str(error)) from error
+    jobs = [job for job in found if job.arch == arch]
+    if not jobs:
+        others = ", ".join(sorted({job.arch for job in found})) or "none"
+        raise refuse("--preset", f"{preset} has no kernel for {arch} (it has kernels for: {others})")
+    return jobs
+
+
+def _compile(jobs: Sequence[KernelJob], processes: int) -> list[str]:
+    """Compiles what the cache lacks; the errors of those that fail."""
+    todo = [job for job in jobs if content.cached(job) is None]
+    failed = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling", total=len(jobs), completed=len(jobs) - len(todo))
+        for done in compile_all(todo, processes, content.compile_job) if todo else ():
+            bar.advance(task)
+            if done.error is not None:
+                failed.append(f"{done.job}: {done.error}")
+    return failed
+
+
+def _write_lock(jobs: Sequence[KernelJob], arch: str, preset: str, path: Path) -> int:
+    found = {}
+    for job in jobs:
+        kept = content.cached(job)
+        assert kept is not None
+        found[identity(job.name.facts)] = kept.source
+    locks.write(path, found, f"tileattn bundle --arch {arch} --preset {preset} --lock: {len(found)} kernels")
+    typer.echo(f"{path}: {len(found)} digests")
+    return 0
