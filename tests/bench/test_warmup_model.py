@@ -24,7 +24,7 @@ from tileattn.bench.model_config import LayerKind, read_config
 from tileattn.cli import choices
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build.batch import AnyJob
-from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.library import DecodeJob
 from tileattn.kernels.tilelang.forward.library import Job
 
 ARCH, SHORT, MANY = "sm_90a", 29, 530  # tokens: more than the models' window; and enough for decode kernels
@@ -130,7 +130,7 @@ def test_training_asks_for_no_other_kernel(name: str, tmp_path: Path) -> None:
     assert missing(wanted, warm) == []
     assert forward_facts(wanted) == forward_facts(warm)
     of_main = [
-        {job.call.forward.variant for job in jobs.values() if isinstance(job, BackwardJob) and job.name == "main"}
+        {job.call.forward.variant for job in jobs.values() if isinstance(job, BackwardJob) and job.kernel == "main"}
         for jobs in (wanted, warm)
     ]
     assert of_main[0] == of_main[1] - {""}  # "": of keys that all queries see, for longer texts

@@ -17,7 +17,7 @@ from tileattn.bench.model_config import LayerKind
 from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.build.batch import AnyJob
-from tileattn.kernels.tilelang.decode.job import PackedKeysJob
+from tileattn.kernels.tilelang.decode.library import PackedKeysJob
 from tileattn.runtime.decoding import page_rows_of
 from tileattn.runtime.few_queries import MOST_ROWS
 from tileattn.variant.key import encode, normalize

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tileattn.kernels.tilelang.build import library, progress
+from tileattn.kernels.tilelang.build import progress
 
 PATIENCE_S = 60.0
 
@@ -96,8 +96,3 @@ def test_rich_is_not_imported_before_there_is_a_line() -> None:
         "assert 'rich' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.PIPE)
-
-
-def test_what_a_line_says_of_a_key() -> None:
-    assert library.facts_of("forward | torch.bfloat16 128 | HopperConfig(...) | x") == "forward torch.bfloat16 128"
-    assert library.facts_of("plan") == "plan"
