@@ -35,7 +35,8 @@ Seconds = dict[str, float]
 def measured(arch: str, checkout: Path) -> Seconds:
     """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=str(checkout / "src"))
+        path = os.pathsep.join([str(checkout / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=path)
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         run = subprocess.run(
             [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch],
