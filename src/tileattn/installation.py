@@ -49,7 +49,7 @@ def _command(extra: str, tree: Path | None, origin: dict[str, Any]) -> str:
         return f'pip install "{path}[{extra}]"'
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        revision = vcs.get("requested_revision", vcs["commit_id"])
+        revision = vcs.get("requested_revision") or vcs["commit_id"]
         return f'pip install "{NAME}[{extra}] @ {vcs["vcs"]}+{url}@{revision}"'
     return f'pip install "{NAME}[{extra}]"'
 
@@ -75,7 +75,11 @@ def _origin() -> dict[str, Any]:
     """What pip noted about the URL or path that it installed from (PEP 610); empty for a package index."""
     found = _distribution()
     noted = found.read_text("direct_url.json") if found else None
-    return json.loads(noted) if noted else {}
+    try:
+        origin = json.loads(noted) if noted else {}
+    except ValueError:  # this is for the text of another error, which must not be lost
+        return {}
+    return origin if isinstance(origin, dict) else {}
 
 
 def _distribution() -> Distribution | None:

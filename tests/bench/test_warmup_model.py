@@ -249,19 +249,36 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         ({**HEADS, "architectures": ["BertForMaskedLM"]}, "is of BertForMaskedLM; only causal decoders are read"),
         ({**HEADS, "layer_types": ["mamba"]}, "has layers of the types mamba, and none of full_attention"),
         ({"model_type": "llama", **HEADS, "rms_norm_eps": "x"}, "is refused by transformers' LlamaConfig"),
+        (
+            {**HEADS, "architectures": "LlamaForCausalLM"},
+            "architectures must be a list of names, got 'LlamaForCausalLM'",
+        ),
+        ({"text_config": [1]}, "text_config must be an object, got [1]"),
+        ({**HEADS, "use_bidirectional_attention": "all"}, "is of a model with use_bidirectional_attention"),
+        ({**HEADS, "attn_logit_softcapping": float("nan")}, "attn_logit_softcapping must be a positive number or null"),
+        ({**HEADS, "attn_logit_soft_cap": "x"}, "attn_logit_soft_cap must be a positive number or null, got 'x'"),
+        ({**HEADS, "num_key_value_heads": [4, 8]}, "num_key_value_heads must be a positive integer, got [4, 8]"),
+        ({**HEADS, "num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({**HEADS, "head_dim": float("nan")}, "head_dim must be a positive integer, got nan"),
     ],
 )
 def test_a_bad_configuration_is_one_error(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json") as error:
         read_config(config(tmp_path, **entries))
     assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bad_file_is_one_error(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(ValueError, match=r"does not exist; needed is a config\.json"):
         read_config(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "holds a JSON list"), ("", "is not JSON")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds a JSON list"),
+        ("", "is not JSON"),
+        ("[" * 99999, "is not JSON"),
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_config(file)

@@ -19,6 +19,7 @@ from tileattn.kernels.bundles import lock
 from tileattn.kernels.bundles.manifest import identity
 from tileattn.kernels.tilelang.build import record
 from tileattn.kernels.tilelang.build.batch import Done
+from tileattn.kernels.tilelang.build.library import version
 from tileattn.kernels.tilelang.bundling import content
 from tileattn.kernels.tilelang.packed.library import PlanJob
 
@@ -42,7 +43,7 @@ def invoke(line: str) -> tuple[int, str]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with a kernel for sm_90a and one for sm_80."""
     path = Path("kernels.jsonl")
-    monkeypatch.setenv(record.VARIABLE, str(path))
+    monkeypatch.setenv(record.VARIABLE, str(path.absolute()))
     for job in KERNELS:
         record.note(job)
     monkeypatch.delenv(record.VARIABLE)
@@ -95,6 +96,7 @@ def test_what_is_missing_is_named_before_anything_is_compiled(module: str, monke
 @pytest.fixture
 def tools_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object)
+    monkeypatch.setattr(content, "cuda_version", lambda: "13.0.88")
 
 
 @pytest.mark.usefixtures("tools_are_there")
@@ -114,7 +116,20 @@ def test_the_lock_has_the_digests_of_the_sources(recorded: Path, monkeypatch: py
     monkeypatch.setattr(content, "cached", lambda job: content.Kept(Path("kernel.so"), "ab" * 16))
     status, output = invoke(f"bundle --arch sm_80 --preset {recorded} --lock locks/sm_80.txt")
     assert (status, output) == (0, "locks/sm_80.txt: 1 digests\n")
-    assert lock.read(Path("locks/sm_80.txt")) == {identity(KERNELS[1].name.facts): "ab" * 16}
+    digests = {identity(KERNELS[1].name.facts): "ab" * 16}
+    assert lock.read(Path("locks/sm_80.txt")) == (version("tilelang"), digests)
+
+
+def test_without_nvcc_nothing_is_compiled(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_nvcc() -> str:
+        raise RuntimeError("there is no nvcc")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object)
+    monkeypatch.setattr(content, "cuda_version", no_nvcc)
+    monkeypatch.setattr(run_bundle, "_compile", pytest.fail)
+    status, output = invoke(f"bundle --arch sm_80 --preset {recorded}")
+    assert status == 2
+    assert "there is no nvcc" in output
 
 
 NOTES = """
@@ -133,6 +148,14 @@ def test_a_recorded_program_keeps_its_exit_status(status: int, tmp_path: Path) -
     assert found == status
     assert f"{tmp_path / 'found.jsonl'}: 1 kernels" in output
     assert list(record.read(Path("found.jsonl"))) == KERNELS[:1]
+
+
+def test_a_file_with_other_lines_keeps_the_exit_status_too() -> None:
+    Path("app.py").write_text(NOTES)
+    Path("found.jsonl").write_text("other\n")
+    status, output = invoke(f"record -o found.jsonl -- {sys.executable} app.py 3")
+    assert status == 3
+    assert "found.jsonl, line 1, is no record of a kernel" in output
 
 
 def test_a_program_without_kernels_leaves_no_file() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_the_note_is_read_where_pip_writes_it(tmp_path: Path) -> None:
     code = "import installation as i; print(i.version()); print(i.pip_install('plot'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=site, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["1.2.3", f'pip install "{clone}[plot]"']
+
+
+@pytest.mark.parametrize("noted", ["{", "[]", "null"])
+def test_a_damaged_note_hides_no_error(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is a part of another error's text."""
+    monkeypatch.setattr(installation, "_distribution", lambda: SimpleNamespace(read_text=lambda name: noted))
+    installation._origin.cache_clear()
+    try:
+        assert installation._origin() == {}
+    finally:
+        installation._origin.cache_clear()
 
 
 def test_the_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ ARCH = "sm_90a"
 NAME = "tileattn-kernels-sm90a-cu13"
 LIBRARY, RUNTIME_LIBRARY = b"the library of a kernel", b"a library that loads kernels"
 SOURCE = "0" * 32  # the digest of the source that a made-up kernel was compiled from
-VERSIONS = {"tileattn": "0.0.1", "tilelang": "0.1.15", "apache-tvm-ffi": "0.1", "cuda": "13.0.88"}
+# Of this environment, as a kernel of another TileLang is not taken; any, where there is none.
+TILELANG = "0.1.15" if find_spec("tilelang") is None else importlib.metadata.version("tilelang")
+VERSIONS = {"tileattn": "0.0.1", "tilelang": TILELANG, "apache-tvm-ffi": "0.1", "cuda": "13.0.88"}
 
 
 def entry_of(job: KernelJob) -> Entry:
@@ -29,7 +33,13 @@ def entry_of(job: KernelJob) -> Entry:
 
 
 def install(
-    site: Path, kernels: Mapping[KernelJob, Entry], *, name: str = NAME, arch: str = ARCH, imports: str = ""
+    site: Path,
+    kernels: Mapping[KernelJob, Entry],
+    *,
+    name: str = NAME,
+    arch: str = ARCH,
+    imports: str = "",
+    versions: Mapping[str, str] = VERSIONS,
 ) -> Path:
     """Installs a bundle into a folder and returns the folder of its package.
 
@@ -39,6 +49,7 @@ def install(
         name: of the distribution.
         arch: of the kernels.
         imports: the code of the package's ``__init__.py``.
+        versions: of what made it.
     """
     module = name.replace("-", "_")
     folder = site / module
@@ -53,7 +64,7 @@ def install(
         library.write_bytes(LIBRARY)
         entries[key] = replace(entry, sha256=entry.sha256 or checksum(library))
     loaded = {"libtvm_runtime.so": checksum(folder / RUNTIME / "libtvm_runtime.so")}
-    Manifest(name, arch, "made up", VERSIONS, loaded, entries).write(folder)
+    Manifest(name, arch, "made up", dict(versions), loaded, entries).write(folder)
     register(site, name, module)
     return folder
 
@@ -81,8 +92,8 @@ def forget() -> None:
     """Empties what a process knows of installed bundles."""
     importlib.invalidate_caches()
     cached = (
-        *(installed.bundles, installed._is_as_recorded, installed._warn_of_version),
-        *(lock.digests, runtime.runtime),
+        *(installed.bundles, installed._is_as_recorded, installed._warn_of_version, installed._warn_of_tilelang),
+        *(installed._tilelang, lock.of, runtime._loaded),
     )
     for function in cached:
         function.cache_clear()

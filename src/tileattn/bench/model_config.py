@@ -95,7 +95,7 @@ def _loaded(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} does not exist; needed is a config.json, or the folder that has it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); needed is a model's config.json") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a JSON {type(values).__name__}; needed is the object of a model's config.json")
@@ -109,13 +109,17 @@ def _has_heads(part: Any) -> bool:
 def _check_decoder(file: Path, values: dict[str, Any]) -> None:
     """Raises for a model whose layers are not the causal ones of a decoder."""
     architectures = values.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"{file}: architectures must be a list of names, got {architectures!r}")
     text = values.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ValueError(f"{file}: text_config must be an object, got {text!r}")
     reason = None
     if values.get("is_encoder_decoder"):
         reason = "an encoder-decoder model"
     elif architectures and not any(str(name).endswith(DECODERS) for name in architectures):
         reason = f"{architectures[0]}"
-    elif any(part.get("use_bidirectional_attention") is True for part in (values, text)):
+    elif any(part.get("use_bidirectional_attention") in (True, "all") for part in (values, text)):
         reason = "a model with use_bidirectional_attention"
     if reason is not None:
         raise ValueError(
@@ -136,7 +140,8 @@ def _completed(file: Path, values: dict[str, Any]) -> Callable[[str], Any]:
     try:
         config = CONFIG_MAPPING[kind](**given)
     except Exception as error:  # each class has checks of its own
-        raise ValueError(f"{file} is refused by transformers' {CONFIG_MAPPING[kind].__name__}: {error}") from error
+        reason = " ".join(str(error).split())  # of several lines
+        raise ValueError(f"{file} is refused by transformers' {CONFIG_MAPPING[kind].__name__}: {reason}") from error
     return lambda name: getattr(config, name, None)
 
 
@@ -193,9 +198,16 @@ def _kind(file: Path, name: str, get: Callable[[str], Any], sliding: bool) -> La
         head_dim_v=_count(file, get, "v_head_dim") or head_dim,
         group=heads // kv_heads,
         window=sliding,
-        cap=any(get(cap) for cap in CAPS),
+        cap=any(_has_cap(file, get, cap) for cap in CAPS),
         sink=sinks == "all" or (sinks == "sliding" and sliding),
     )
+
+
+def _has_cap(file: Path, get: Callable[[str], Any], name: str) -> bool:
+    value = get(name)
+    if value is None or (isinstance(value, (int, float)) and value >= 0):  # 0 and false are none; NaN is refused
+        return bool(value)
+    raise ValueError(f"{file}: {name} must be a positive number or null, got {value!r}")
 
 
 def _count(file: Path, get: Callable[[str], Any], name: str) -> int | None:

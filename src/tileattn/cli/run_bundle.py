@@ -24,6 +24,7 @@ from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.build import record as records
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.kernels.tilelang.build.job import KernelJob
+from tileattn.kernels.tilelang.build.library import version
 from tileattn.kernels.tilelang.bundling import content, wheel
 
 NEEDED = {"tilelang": "TileLang, which compiles the kernels", "hatchling": "hatchling, which builds the wheel"}
@@ -42,6 +43,10 @@ def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only
     for module, what in NEEDED.items():
         if importlib.util.find_spec(module) is None:
             raise refuse("bundle", f"{what}, is not installed ({pip_install('bundle')})")
+    try:
+        distribution = content.distribution_of(arch)
+    except RuntimeError as error:  # no nvcc: each kernel would fail, after some seconds
+        raise refuse("bundle", str(error)) from error
     failed = _compile(jobs, processes or CORES)
     if failed:
         for text in failed:
@@ -51,9 +56,7 @@ def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only
         return _write_lock(jobs, arch, preset, lock)
     with tempfile.TemporaryDirectory(prefix="tileattn-bundle-") as folder:
         name = preset if preset in presets.NAMES else Path(preset).stem
-        path = wheel.build(
-            Path(folder), lambda package: content.fill(package, jobs, arch, name), content.distribution_of(arch), out
-        )
+        path = wheel.build(Path(folder), lambda package: content.fill(package, jobs, arch, name), distribution, out)
     typer.echo(f"{path}: {len(jobs)} kernels, {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
@@ -69,8 +72,11 @@ def record(command: Sequence[str], output: Path) -> int:
         ).returncode
     except OSError as error:
         raise refuse("COMMAND", f"{command[0]} cannot be run ({error})") from error
-    count = len(list(records.read(output))) if output.is_file() else 0
-    typer.echo(f"{output}: {count} kernels", err=True)
+    try:
+        count = len(list(records.read(output))) if output.is_file() else 0
+        typer.echo(f"{output}: {count} kernels", err=True)
+    except (ValueError, OSError) as error:  # the file had lines before
+        typer.echo(str(error), err=True)
     return status
 
 
@@ -120,6 +126,7 @@ def _write_lock(jobs: Sequence[KernelJob], arch: str, preset: str, path: Path) -
         kept = content.cached(job)
         assert kept is not None
         found[identity(job.name.facts)] = kept.source
-    locks.write(path, found, f"tileattn bundle --arch {arch} --preset {preset} --lock: {len(found)} kernels")
+    lock = locks.Lock(version("tilelang"), found)
+    locks.write(path, lock, f"tileattn bundle --arch {arch} --preset {preset} --lock: {len(found)} kernels")
     typer.echo(f"{path}: {len(found)} digests")
     return 0

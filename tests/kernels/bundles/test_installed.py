@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import warnings
@@ -56,6 +57,11 @@ def library(folder: Path, job: KernelJob = PLAN) -> Path:
     return folder / "kernels" / f"{identity(job.name.facts)}.so"
 
 
+def locked(job: KernelJob, source: str, tilelang: str = made_up.TILELANG) -> None:
+    """Writes a lock with one kernel."""
+    lock.write(lock.path_of(ARCH), lock.Lock(tilelang, {identity(job.name.facts): source}), "")
+
+
 # --- What is taken ---
 
 
@@ -80,13 +86,13 @@ def test_a_bundle_of_another_architecture_has_nothing_for_this_one(site: Path) -
 def test_the_lock_decides_before_the_generating_files_do(site: Path) -> None:
     """As after an edit of a comment: the files differ, and the source that they generate does not."""
     folder = install(site, {PLAN: OLDER})
-    lock.write(lock.path_of(ARCH), {identity(PLAN.name.facts): SOURCE}, "")
+    locked(PLAN, SOURCE)
     assert found() == library(folder)
 
 
 def test_another_digest_in_the_lock_refuses_equal_generating_files(site: Path) -> None:
     install(site, {PLAN: CURRENT})
-    lock.write(lock.path_of(ARCH), {identity(PLAN.name.facts): "1" * 32}, "")
+    locked(PLAN, "1" * 32)
     with one_warning():
         assert found() is None
 
@@ -94,7 +100,7 @@ def test_another_digest_in_the_lock_refuses_equal_generating_files(site: Path) -
 @pytest.mark.filterwarnings("error")
 def test_a_kernel_that_the_lock_lacks_is_judged_by_its_generating_files(site: Path) -> None:
     folder = install(site, {PLAN: CURRENT})
-    lock.write(lock.path_of(ARCH), {identity(SHARES.name.facts): "1" * 32}, "")
+    locked(SHARES, "1" * 32)
     assert found() == library(folder)
 
 
@@ -162,7 +168,7 @@ def test_a_damaged_library_is_compiled_instead(site: Path, monkeypatch: pytest.M
     asked = []
 
     class Cache:
-        def find_or_build(self, key: str, build: object) -> Path:
+        def find_or_build(self, key: str, build: object, noted: object) -> Path:
             asked.append(key)
             return Path("compiled.so")
 
@@ -199,6 +205,96 @@ def test_a_runtime_that_is_damaged_is_not_loaded(site: Path) -> None:
     with one_warning() as texts:
         assert installed.runtime() is None
     assert "libtvm_runtime.so is not loaded: its checksum" in texts[0]
+
+
+# --- Another TileLang, another toolkit ---
+
+OTHER_TILELANG = {**made_up.VERSIONS, "tilelang": "0.0.9"}
+
+
+@pytest.mark.parametrize("in_lock", [False, True])
+def test_a_kernel_of_another_tilelang_than_the_installed_one_is_not_taken(
+    site: Path, in_lock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its headers are compiled with the source, and no digest covers them."""
+    monkeypatch.setattr(installed, "_tilelang", lambda: "0.1.16")
+    folder = install(site, {PLAN: CURRENT, SHARES: entry_of(SHARES)}, versions=OTHER_TILELANG)
+    if in_lock:
+        locked(PLAN, SOURCE, "0.0.9")
+    with one_warning() as texts:
+        assert found() is None
+        assert found(SHARES) is None
+    assert f"{NAME} in {folder} was compiled by TileLang 0.0.9, and TileLang 0.1.16 is needed here" in texts[0]
+
+
+def test_without_tilelang_the_version_in_the_lock_decides(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "_tilelang", lambda: None)
+    folder = install(site, {PLAN: CURRENT, SHARES: entry_of(SHARES)}, versions=OTHER_TILELANG)
+    locked(PLAN, SOURCE, "0.1.15")
+    with one_warning() as texts:
+        assert found() is None
+    assert "was compiled by TileLang 0.0.9, and TileLang 0.1.15 is needed here" in texts[0]
+    assert found(SHARES) == library(folder, SHARES)  # the lock lacks it
+    locked(PLAN, SOURCE, "0.0.9")
+    lock.of.cache_clear()
+    assert found() == library(folder)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("cuda", "first"), [("12.8", "cu12"), ("13.0", "cu13")])
+def test_of_two_bundles_the_one_of_pytorchs_toolkit_is_first(
+    site: Path, cuda: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for major in ("12", "13"):
+        versions = {**made_up.VERSIONS, "cuda": f"{major}.0.1"}
+        install(site, {PLAN: CURRENT}, name=f"tileattn-kernels-sm90a-cu{major}", versions=versions)
+    taken = found()
+    assert taken is not None
+    assert taken.parent.parent.name.endswith(first)
+
+
+# --- Other packages that are damaged ---
+
+DAMAGED_POINTS = {"no value": b"[group]\nname\n", "no text": b"\xff\xfe[group]\nname = module\n"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("content", DAMAGED_POINTS.values(), ids=DAMAGED_POINTS)
+def test_damaged_metadata_of_another_package_does_not_matter(site: Path, content: bytes) -> None:
+    folder = install(site, {PLAN: CURRENT})
+    info = site / "another-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes(content)
+    with pytest.raises(Exception, match=r".+"):  # so it is damaged
+        importlib.metadata.entry_points(group=installed.GROUP)
+    assert found() == library(folder)
+
+
+def test_a_hook_of_imports_that_raises_is_one_warning(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, {PLAN: CURRENT})
+
+    class Hook:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("tileattn_kernels"):
+                raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(sys, "meta_path", [Hook(), *sys.meta_path])
+    with one_warning() as texts:
+        assert found() is None
+    assert "is not used: its package is not found (RuntimeError: no such thing)" in texts[0]
+
+
+@pytest.mark.parametrize("value", ["os.path", "tileattn_kernels:name", "!"])
+def test_what_names_no_package_of_the_top_level_is_one_warning(site: Path, value: str) -> None:
+    """To find a package inside of another one would import that one."""
+    register(site, "tileattn-kernels-odd", "tileattn_kernels_odd")
+    points = site / "tileattn_kernels_odd-0.0.1.dist-info" / "entry_points.txt"
+    points.write_text(f"[{installed.GROUP}]\nodd = {value}\n")
+    with one_warning() as texts:
+        assert found() is None
+    assert f"the bundle of kernels odd ({value}) is not used: it names no package of the top level" in texts[0]
 
 
 # --- Without TileLang ---

@@ -16,7 +16,13 @@ MUTANTS: list[Mutant] = [
         "kernels/bundles/installed.py",
         INSTALLED,
         {
-            "bundles: the lock is not asked": ("if locked is None else entry.source == locked", "if True else False"),
+            "bundles: the lock is not asked": ("if source is None else entry.source == source", "if True else False"),
+            "bundles: of any TileLang": ('.get("tilelang") != needed:', '.get("tilelang") is None:'),
+            "bundles: of any toolkit": ('.partition(".")[0] != major))', '.partition(".")[0] is None))'),
+            "bundles: damaged metadata of another package": (
+                "    except Exception:  # whatever the parser raises for the metadata of any package\n",
+                "    except StopIteration:\n",
+            ),
             "bundles: a damaged library is loaded": ("        if checksum(path) == sha256:\n", "        if True:\n"),
             "bundles: of any architecture": (" if each.manifest.arch == arch)", ")"),
             "bundles: the first bundle has all": (
@@ -51,6 +57,11 @@ MUTANTS: list[Mutant] = [
         RECORD,
         {
             "record: every line is read again": ("        seen.add(line)\n", ""),
+            "record: an error stops the application": (
+                "except (OSError, TypeError, ValueError) as error:\n        if path",
+                "except ZeroDivisionError as error:\n        if path",
+            ),
+            "record: classes of the main script": ("if of_main := text.of_main(str(job)):", "if of_main := []:"),
             "record: the file begins anew": ("os.O_WRONLY | os.O_APPEND | os.O_CREAT", "os.O_WRONLY | os.O_CREAT"),
         },
     ),
@@ -65,6 +76,7 @@ MUTANTS: list[Mutant] = [
         "kernels/tilelang/bundling/content.py",
         CONTENT,
         {
+            "bundles: records of older versions stay": ('cast("KernelJob", job), SOURCE)', 'cast("KernelJob", job))'),
             "bundles: a kernel without its source's digest": (
                 "if library is None or not isinstance(source, str) else",
                 "if library is None else",

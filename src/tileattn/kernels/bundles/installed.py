@@ -2,8 +2,8 @@
 
 A bundle is a package with an entry point of the group ``tileattn.kernels``. Entry points are read at the first kernel
 that is looked up, not at the import of tileattn, and nothing of a bundle is imported: its folder is found and its
-manifest is read. A kernel is taken only if it was compiled from the source that this version of tileattn generates, and
-if its file has the checksum that the manifest names.
+manifest is read. A kernel is taken only if it was compiled from the source that this version of tileattn generates, by
+the TileLang that would compile it here, and if its file has the checksum that the manifest names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from ...installation import version
 from .. import packages
@@ -41,14 +44,19 @@ class Bundle:
 
 @functools.cache
 def bundles() -> tuple[Bundle, ...]:
-    """The bundles of this environment, whose manifests can be read; a warning names each of the others."""
+    """The bundles of this environment, whose manifests can be read; a warning names each of the others.
+
+    Those that were compiled by the CUDA toolkit of PyTorch's major version come first: their kernels run with any
+    driver that PyTorch runs with.
+    """
     found = []
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in _entry_points():
         try:
-            found.append(_bundle(point.module))
+            found.append(_bundle(point.value))
         except ManifestError as error:
-            _warn(f"the bundle of kernels {point.name} ({point.module}) is not used: {error}")
-    return tuple(found)
+            _warn(f"the bundle of kernels {point.name} ({point.value}) is not used: {error}")
+    major = (torch.version.cuda or "").partition(".")[0]
+    return tuple(sorted(found, key=lambda each: each.manifest.versions.get("cuda", "").partition(".")[0] != major))
 
 
 def of_architecture(arch: str) -> tuple[Bundle, ...]:
@@ -90,11 +98,28 @@ def runtime() -> Bundle | None:
     return next((each for each in bundles() if each.manifest.runtime and _has_runtime(each)), None)
 
 
+def _entry_points() -> Iterator[importlib.metadata.EntryPoint]:
+    """The entry points of bundles. Packages whose metadata is damaged are passed over: they are no business of ours."""
+    try:
+        yield from importlib.metadata.entry_points(group=GROUP)
+        return
+    except Exception:  # whatever the parser raises for the metadata of any package
+        distributions = importlib.metadata.distributions()
+    for distribution in distributions:
+        try:
+            points = [point for point in distribution.entry_points if point.group == GROUP]
+        except Exception:
+            continue
+        yield from points
+
+
 def _bundle(module: str) -> Bundle:
+    if not module.isidentifier():  # to find a package inside of another imports that one
+        raise ManifestError("it names no package of the top level")
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise ManifestError(f"its package is not found ({error})") from error
+    except Exception as error:  # import hooks raise what they like
+        raise ManifestError(f"its package is not found ({type(error).__name__}: {error})") from error
     if spec is None or not spec.submodule_search_locations:
         raise ManifestError("its package is not found")
     folder = Path(next(iter(spec.submodule_search_locations)))
@@ -102,13 +127,33 @@ def _bundle(module: str) -> Bundle:
 
 
 def _is_current(bundle: Bundle, key: str, modules: tuple[str, ...], arch: str) -> bool:
-    """Whether a bundle's kernel was compiled from the source that this version of tileattn generates."""
-    entry = bundle.manifest.kernels[key]
-    locked = lock.digests(arch).get(key)
-    current = entry.generators == sources.digest(*modules) if locked is None else entry.source == locked
+    """Whether a bundle's kernel was compiled from the source that this version of tileattn generates.
+
+    The source includes headers of TileLang, which no digest covers: so TileLang's version must be equal as well, that
+    of the one which is installed here, or else of the one which the lock was made with.
+    """
+    entry, locked = bundle.manifest.kernels[key], lock.of(arch)
+    source = locked.digests.get(key)
+    current = entry.generators == sources.digest(*modules) if source is None else entry.source == source
     if not current:
         _warn_of_version(bundle)
-    return current
+        return False
+    needed = _tilelang() or (None if source is None else locked.tilelang)
+    if needed is not None and bundle.manifest.versions.get("tilelang") != needed:
+        _warn_of_tilelang(bundle, needed)
+        return False
+    return True
+
+
+@functools.cache
+def _tilelang() -> str | None:
+    """The version of the installed TileLang; None without one."""
+    if packages.absence("tilelang") is not None:
+        return None
+    try:
+        return importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:  # imported from a tree, without an install
+        return None
 
 
 def _is_intact(bundle: Bundle, key: str) -> bool:
@@ -143,6 +188,15 @@ def _warn_of_version(bundle: Bundle) -> None:
         f"{bundle} was made by tileattn {built_by}. This is tileattn {version()}, which "
         "generates some of its kernels otherwise, so those are compiled instead. Install a bundle of this version "
         f"(pip install --upgrade {bundle.manifest.distribution})"
+    )
+
+
+@functools.cache
+def _warn_of_tilelang(bundle: Bundle, needed: str) -> None:
+    built_by = bundle.manifest.versions.get("tilelang", "of an unknown version")
+    _warn(
+        f"{bundle} was compiled by TileLang {built_by}, and TileLang {needed} is needed here, so its kernels are "
+        f"compiled instead. Install a bundle that was made with it, or TileLang {built_by}"
     )
 
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,21 @@ from .manifest import RUNTIME
 OF_TILELANG = ("libtvm_runtime.so", "libtilelang.so")
 TENSOR_MAPS = "libtileattn_tensor_maps.so"
 DRIVER = "libcuda.so.1"
+_loading = threading.Lock()
 
 
-@functools.cache
 def runtime() -> Any:
     """The module ``tvm_ffi``, after the libraries that its loader of kernels needs.
 
     Raises:
         ModuleNotFoundError: neither TileLang nor a bundle with these libraries is installed.
     """
+    with _loading:  # a library that registers a function twice fails
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> Any:
     import tvm_ffi
 
     if folder := tilelang_libraries():

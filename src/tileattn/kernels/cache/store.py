@@ -82,42 +82,52 @@ class KernelCache:
         """The path of a key's library, which need not exist."""
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{self.suffix}"
 
-    def find(self, key: str) -> Path | None:
+    def find(self, key: str, noted: str | None = None) -> Path | None:
         """The path of a key's library if it exists and is intact, else None. Writes nothing.
+
+        Args:
+            key: as for :meth:`find_or_build`.
+            noted: as for :meth:`find_or_build`.
 
         Raises:
             PermissionError: others could have written the folder or the library, or this user cannot read them.
         """
-        path, _ = self._look(key)
+        path, _ = self._look(key, noted)
         beside = self._beside() if path is None else None
-        return path if beside is None else beside.find(key)
+        return path if beside is None else beside.find(key, noted)
 
-    def record(self, key: str) -> dict[str, Any]:
-        """What is kept beside a key's library, which :meth:`find` has found: what `build` returned is in it."""
-        path, _ = self._look(key)
-        if path is not None:
+    def record(self, path: Path) -> dict[str, Any]:
+        """What is kept beside a library that :meth:`find` has found: what `build` returned is in it.
+
+        Empty where another process has just replaced or removed it.
+        """
+        try:
             return _read_record(path.with_suffix(".json"))
-        beside = self._beside()
-        return {} if beside is None else beside.record(key)
+        except (OSError, _DamagedError):
+            return {}
 
-    def find_or_build(self, key: str, build: Callable[[Path], Mapping[str, str] | None]) -> Path:
+    def find_or_build(
+        self, key: str, build: Callable[[Path], Mapping[str, str] | None], noted: str | None = None
+    ) -> Path:
         """The path of a key's library, which is built first if it is missing or damaged.
 
         Args:
             key: all facts that determine the library.
             build: ``build(path)`` compiles the library and writes it to `path`. What it returns is kept in the record.
+            noted: an entry that the record must have; a library without it, of an older version of tileattn, is built
+                again.
 
         Raises:
             PermissionError: as in :meth:`find`.
             OSError: the folder cannot be written, or the disk is full; the message names the folder and the variable
                 that sets another.
         """
-        library, _ = self._look(key)
+        library, _ = self._look(key, noted)
         if library is not None:
             return library
         beside = self._beside()
         if beside is not None:
-            return beside.find_or_build(key, build)
+            return beside.find_or_build(key, build, noted)
         path = self.path(key)
         lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
         with self._writing():
@@ -125,7 +135,7 @@ class KernelCache:
             lock.acquire()
         try:
             # Another process may have built it while this one waited.
-            library, damage = self._look(key)
+            library, damage = self._look(key, noted)
             if damage is not None:
                 warnings.warn(f"tileattn: the kernel {path} is compiled again: {damage}", stacklevel=2)
             return library or self._build(key, path, build)
@@ -141,7 +151,7 @@ class KernelCache:
 
     # --- Reading ---
 
-    def _look(self, key: str) -> tuple[Path | None, str | None]:
+    def _look(self, key: str, noted: str | None = None) -> tuple[Path | None, str | None]:
         """(path of a key's library, None), (None, what is wrong with its file), or (None, None) if there is no file."""
         path = self.path(key)
         record = path.with_suffix(".json")
@@ -171,6 +181,8 @@ class KernelCache:
             return None, f"its record {record} is of another kernel"
         if known.get("sha256") != checksum:
             return None, f"its checksum is not the one in {record}"
+        if noted is not None and noted not in known:
+            return None, f"its record {record} has no {noted!r}"
         return path, None
 
     # --- Writing ---

@@ -71,6 +71,21 @@ def test_one_line_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == ["first"]
 
 
+def test_without_another_thread_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a limit of threads, or while the interpreter ends: the kernel is compiled all the same."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with terminal(monkeypatch):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with progress.progress_line("forward"):
+            compiled = True
+        assert compiled
+    assert progress._one_line.acquire(blocking=False)
+    progress._one_line.release()
+
+
 @pytest.mark.parametrize("stderr", [io.StringIO(), None])
 def test_without_a_terminal_there_is_none(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -14,6 +14,7 @@ from tests.tools import ROOT
 from tileattn.kernels.tilelang.backward.library import SharesJob
 from tileattn.kernels.tilelang.build import text
 from tileattn.kernels.tilelang.packed.library import PlanJob
+from tileattn.variant.key import CLASSES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -64,6 +65,31 @@ class Foreign:
 def test_classes_from_elsewhere_are_refused(name: str, rest: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is no class of tileattn's kernels"):
         text.decode({"class": name, **rest})
+
+
+INSIDE = (
+    "tileattn.kernels.tilelang.bundling.content:fill",  # a function
+    "tileattn.kernels.tilelang.build.record:Path",  # imported there
+    "tileattn.kernels.tilelang.build.job:KernelJob",  # its fields are not known
+)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_only_lies_in_the_package_is_no_class_of_values(name: str) -> None:
+    with pytest.raises(ValueError, match="is no class of tileattn's kernels"):
+        text.decode({"class": name, "items": []})
+
+
+def test_what_is_no_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="'compile' is no dtype"):
+        text.decode({"dtype": "compile"})
+
+
+def test_modules_are_of_whole_names() -> None:
+    """A class whose name only ends like another's is not that one, whose module would have to be importable."""
+    named = {CLASSES[name] for name in ("And", "Causal", "SlidingWindow")}
+    assert set(text._classes_of("And(Causal(),SlidingWindow(i,-))")) == named
+    assert text._classes_of("NotCausal()") == []
 
 
 def test_what_is_encoded_of_a_foreign_class_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tileattn.kernels.bundles.manifest import KERNELS, checksum, identity, read
-from tileattn.kernels.cache import sources
+from tileattn.kernels.cache import sources, store, trust
 from tileattn.kernels.cache.store import VARIABLE, kernel_cache
 from tileattn.kernels.tilelang.backward.library import SharesJob
 from tileattn.kernels.tilelang.build import library
@@ -67,6 +68,32 @@ def test_a_kernel_without_the_digest_of_its_source_is_not_taken() -> None:
     assert content.cached(PLAN) is None
     kernel_cache().find_or_build(PLAN.key, building("plan", None))
     assert content.cached(PLAN) is None
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_kernel_without_the_digest_of_its_source_is_compiled_again(
+    read_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache that cannot be written it stays, and the new one goes into the user's own."""
+    kernel_cache().find_or_build(PLAN.key, building("old", None))
+    monkeypatch.setattr(store, "user_folder", lambda: tmp_path / "own")
+    if read_only:
+        monkeypatch.setattr(trust, "is_written_by", lambda folder: folder.name != "cache")
+    build_library = building("new", None)
+    build = SimpleNamespace(build_library=lambda function, arch, path: build_library(path) or "its source")
+    monkeypatch.setitem(sys.modules, "tileattn.kernels.tilelang.build.compile", build)  # type: ignore[arg-type]
+    monkeypatch.setattr(PlanJob, "function", lambda job: None)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert content.compile_job(PLAN).error is None
+    kept = content.cached(PLAN)
+    assert kept is not None
+    assert (kept.library.read_text(), kept.source) == ("new", "its source")
+    assert kept.library.parent == tmp_path / ("own" if read_only else "cache")
+    assert ["has no 'source'" in str(each.message) for each in given] == [True] * (not read_only)
+    folder = tmp_path / "package"
+    folder.mkdir()
+    assert len(content.fill(folder, [PLAN], ARCH, "one").kernels) == 1
 
 
 def test_a_kernel_of_an_installed_bundle_is_compiled_for_a_new_one(

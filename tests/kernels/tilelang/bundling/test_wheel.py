@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,7 +60,23 @@ def test_a_wheel_has_its_name_its_entry_point_and_its_libraries(tmp_path: Path) 
     assert package <= names
     assert points.split() == ["[tileattn.kernels]", "tileattn_kernels_gfx942", "=", "tileattn_kernels_gfx942"]
     assert "Requires-Dist: tileattn\n" in metadata
-    assert "Requires-Dist: apache-tvm-ffi\n" in metadata
+    assert re.search(r"^Requires-Dist: apache-tvm-ffi\b", metadata, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "found"),
+    [
+        (["torch", "apache-tvm-ffi<0.1.13,>=0.1.11"], "apache-tvm-ffi<0.1.13,>=0.1.11"),
+        (["apache-tvm-ffi>=9; platform_system == 'Darwin'"], "apache-tvm-ffi"),
+        (None, "apache-tvm-ffi"),
+    ],
+)
+def test_tvms_interface_is_that_of_the_runtime(
+    requirements: list[str] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle brings a runtime that is linked to it: TileLang says which versions that may be."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
+    assert wheel._tvm_ffi() == found
 
 
 # Loads the kernels as a call does. Nothing may be started, and neither TileLang nor Triton may be imported.

@@ -63,16 +63,24 @@ def find_or_compile(job: KernelJob) -> Path:
     return compile_into_cache(job)
 
 
-def compile_into_cache(job: KernelJob) -> Path:
-    """The shared library of a kernel in the cache on disk, compiled now if it is missing. Bundles do not matter."""
+SOURCE = "source"  # of a record in the cache: the digest of the source that the library was compiled from
+
+
+def compile_into_cache(job: KernelJob, noted: str | None = None) -> Path:
+    """The shared library of a kernel in the cache on disk, compiled now if it is missing. Bundles do not matter.
+
+    Args:
+        job: the kernel.
+        noted: an entry that its record must have, as for `KernelCache.find_or_build`.
+    """
 
     def build(path: Path) -> dict[str, str]:
         with progress_line(str(job)), collection_paused():
             from .compile import build_library
 
-            return {"source": build_library(job.function(), job.arch, path)}
+            return {SOURCE: build_library(job.function(), job.arch, path)}
 
-    return kernel_cache().find_or_build(job.key, build)
+    return kernel_cache().find_or_build(job.key, build, noted)
 
 
 def _text_of_missing(job: KernelJob) -> str:

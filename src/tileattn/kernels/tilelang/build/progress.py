@@ -34,12 +34,14 @@ def progress_line(what: str) -> Iterator[None]:
     ended = threading.Event()
     line = threading.Thread(target=_show, args=(what, ended), daemon=True)
     try:
-        line.start()
+        with contextlib.suppress(RuntimeError):  # no more threads: the kernel is compiled all the same
+            line.start()
         try:
             yield
         finally:
             ended.set()
-            line.join()
+            if line.ident is not None:
+                line.join()
     finally:
         _one_line.release()
 

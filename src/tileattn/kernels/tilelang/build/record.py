@@ -1,12 +1,15 @@
 """Notes which kernels an application asks for, so that a bundle can be made of them (``tileattn record``).
 
-Where ``TILEATTN_RECORD`` names a file, each process appends a line of JSON for each kernel that it looks up.
+Where ``TILEATTN_RECORD`` names a file, each process appends a line of JSON for each kernel that it looks up. A kernel
+that cannot be noted is a warning, once in a process: recording never stops the application.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,22 +20,39 @@ if TYPE_CHECKING:
     from .job import KernelJob
 
 VARIABLE = "TILEATTN_RECORD"
+_warned: set[str] = set()  # files that were warned of
 
 
 def note(job: KernelJob) -> None:
-    """Appends a kernel to the file that ``TILEATTN_RECORD`` names, if it does.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = os.environ.get(VARIABLE)
-    if not path:
+    """Appends a kernel to the file that ``TILEATTN_RECORD`` names, if it does; warns if that fails."""
+    given = os.environ.get(VARIABLE)
+    if not given:
         return
-    line = json.dumps({"job": text.encode(job), "modules": text.modules_of(str(job))}) + "\n"
+    path = _absolute(given)
+    try:
+        if of_main := text.of_main(str(job)):
+            raise ValueError(f"{of_main[0]} is defined in the main script: move it into a module that can be imported")
+        line = json.dumps({"job": text.encode(job), "modules": text.modules_of(str(job))}) + "\n"
+        _append(path, line.encode())
+    except (OSError, TypeError, ValueError) as error:
+        if path not in _warned:
+            _warned.add(path)
+            warnings.warn(
+                f"tileattn: kernels are missing in {path} ({VARIABLE}), the first is {job}: {error}", stacklevel=2
+            )
+
+
+@functools.cache
+def _absolute(given: str) -> str:
+    """The path at the first kernel, so that a program that changes its folder later still writes one file."""
+    return os.path.abspath(given)
+
+
+def _append(path: str, line: bytes) -> None:
     # One write to a file opened for appending: lines of several processes do not mix.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        os.write(descriptor, line)
     finally:
         os.close(descriptor)
 
@@ -51,9 +71,11 @@ def read(path: Path) -> Iterator[KernelJob]:
         try:
             found = json.loads(line)
             text.import_modules(found["modules"])
-            yield text.decode(found["job"])
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            job = text.decode(found["job"])
+            _ = job.name  # traces the variant, whose classes must be known here
+        except Exception as error:  # importing and tracing run the application's code
             raise ValueError(
                 f"{path}, line {number}, is no record of a kernel by `tileattn record` of this version "
                 f"({type(error).__name__}: {error})"
             ) from error
+        yield job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -46,7 +47,10 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "dtype" in value:
-        return getattr(torch, value["dtype"])
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['dtype']!r} is no dtype")
+        return dtype
     kind = _class(value["class"])
     if "fields" in value:
         return kind(**{name: decode(each) for name, each in value["fields"].items()})
@@ -60,8 +64,18 @@ def modules_of(text: str) -> list[str]:
 
     A kernel's key names a class. A new process knows only those of `tileattn.variant`.
     """
-    modules = {known.__module__ for name, known in CLASSES.items() if f"{name}(" in text}
+    modules = {known.__module__ for known in _classes_of(text)}
     return sorted(module for module in modules if module != "__main__" and not module.startswith("tileattn.variant"))
+
+
+def of_main(text: str) -> list[str]:
+    """The classes that a text names and that the main script defines: no other process can import these."""
+    return sorted(known.__name__ for known in _classes_of(text) if known.__module__ == "__main__")
+
+
+def _classes_of(text: str) -> list[type]:
+    named = set(re.findall(r"(\w+)\(", text))
+    return [known for name, known in CLASSES.items() if name in named]
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -78,4 +92,12 @@ def _class(name: str) -> Any:
     module, _, qualname = name.partition(":")
     if not module.startswith(PLACES):
         raise ValueError(f"{name!r} is no class of tileattn's kernels")
-    return getattr(importlib.import_module(module), qualname)
+    kind = getattr(importlib.import_module(module), qualname)
+    # Functions, and classes that a module has only imported, such as Path, would do more than hold values.
+    if not isinstance(kind, type) or kind.__module__ != module or not _holds_values(kind):
+        raise ValueError(f"{name!r} is no class of tileattn's kernels")
+    return kind
+
+
+def _holds_values(kind: type) -> bool:
+    return is_dataclass(kind) or issubclass(kind, Enum) or hasattr(kind, "_fields")

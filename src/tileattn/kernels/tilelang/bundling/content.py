@@ -19,7 +19,7 @@ from ...cache.sources import digest
 from ...cache.store import kernel_cache
 from ..build.batch import AnyJob, Done
 from ..build.job import KernelJob
-from ..build.library import compile_into_cache, generators, version
+from ..build.library import SOURCE, compile_into_cache, generators, version
 
 # TVM's runtime, after the libraries of TileLang that it is linked to.
 OF_TVM = (*(f"libstub_{name}.so" for name in ("cuda", "cudart", "hip", "ascendcl")), "libtvm_runtime.so")
@@ -34,10 +34,13 @@ class Kept(NamedTuple):
 
 
 def compile_job(job: AnyJob) -> Done:
-    """Compiles a kernel into the cache, also where an installed bundle has it: a new bundle is made from the cache."""
+    """Compiles a kernel into the cache, also where an installed bundle has it: a new bundle is made from the cache.
+
+    A kernel whose record lacks the digest of its source is compiled again.
+    """
     start = time.perf_counter()
     try:
-        compile_into_cache(cast("KernelJob", job))
+        compile_into_cache(cast("KernelJob", job), SOURCE)
     except Exception as failure:
         return Done(job, error=f"{type(failure).__name__}: {failure}")
     return Done(job, seconds=time.perf_counter() - start)
@@ -46,8 +49,8 @@ def compile_job(job: AnyJob) -> Done:
 def cached(job: KernelJob) -> Kept | None:
     """A kernel of the cache, or None where it is missing, or was compiled before sources were recorded."""
     cache = kernel_cache()
-    library = cache.find(job.key)
-    source = None if library is None else cache.record(job.key).get("source")
+    library = cache.find(job.key, SOURCE)
+    source = None if library is None else cache.record(library).get(SOURCE)
     return None if library is None or not isinstance(source, str) else Kept(library, source)
 
 

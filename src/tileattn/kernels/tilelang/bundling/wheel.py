@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import re
 from collections.abc import Callable
@@ -25,7 +26,7 @@ description = "Ready-made kernels of tileattn for {arch}: the preset {preset}, {
 readme = "README.md"
 license = "Apache-2.0"
 requires-python = ">=3.10"
-dependencies = ["tileattn", "apache-tvm-ffi"]
+dependencies = ["tileattn", "{tvm_ffi}"]
 
 [project.entry-points."{group}"]
 {module} = "{module}"
@@ -83,6 +84,7 @@ def build(project: Path, fill: Callable[[Path], Manifest], distribution: str, ou
         "name": distribution, "module": module, "group": GROUP, "arch": manifest.arch, "preset": manifest.preset,
         "count": len(manifest.kernels), "version": manifest.versions["tileattn"],
         "tilelang": manifest.versions["tilelang"], "cuda": _cuda(manifest), "platform": _platform(package),
+        "tvm_ffi": _tvm_ffi(),
     }  # fmt: skip
     for name, text in (("pyproject.toml", PROJECT), ("hatch_build.py", HOOK), ("README.md", README)):
         (project / name).write_text(text.format(**facts))
@@ -91,6 +93,15 @@ def build(project: Path, fill: Callable[[Path], Manifest], distribution: str, ou
 
 def _cuda(manifest: Manifest) -> str:
     return f" and CUDA {manifest.versions['cuda']}" if "cuda" in manifest.versions else ""
+
+
+def _tvm_ffi() -> str:
+    """The requirement of apache-tvm-ffi: TileLang's own, because the bundle brings TileLang's TVM runtime."""
+    try:
+        requirements = importlib.metadata.requires("tilelang") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    return next((each for each in requirements if re.match(r"apache-tvm-ffi\b[^;]*$", each)), "apache-tvm-ffi")
 
 
 def _wheel(project: Path, out: Path) -> Path:
