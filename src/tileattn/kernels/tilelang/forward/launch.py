@@ -103,12 +103,7 @@ def prepare_with(
     backward: the backward pass whose kernels may be compiled behind this one's.
     """
 
-    def load(config: Config) -> Callable[..., Any]:
-        listed = isinstance(config, HopperConfig) and config.listed
-        bits = isinstance(config, HopperConfig) and config.bits
-        with behind(lambda: behind_forward(call, backward, listed, bits, q_shape, k_shape)):
-            return forward_function(call, config)
-
+    load = _loader(call, backward, q_shape, k_shape)
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     if call.packed:
@@ -184,6 +179,20 @@ def prepare_with(
         return o, lse
 
     return forward
+
+
+def _loader(
+    call: AttentionCall, backward: BackwardCall | None, q_shape: torch.Size, k_shape: torch.Size
+) -> Callable[[Config], Callable[..., Any]]:
+    """What loads a call's kernel of a configuration. If it is compiled, those that come next are compiled behind it."""
+
+    def load(config: Config) -> Callable[..., Any]:
+        listed = isinstance(config, HopperConfig) and config.listed
+        bits = isinstance(config, HopperConfig) and config.bits
+        with behind(lambda: behind_forward(call, backward, listed, bits, q_shape, k_shape)):
+            return forward_function(call, config)
+
+    return load
 
 
 def _without_keys(

@@ -1,0 +1,421 @@
+"""Kernels that a child process compiles in the background: found, waited for, and gone with its parent."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.slow_jobs import FOREVER_S, PATIENCE_S, SlowJob, begun, compiled_by, is_running, until
+from tileattn.kernels.cache.store import kernel_cache
+from tileattn.kernels.tilelang.build import background, library
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
+    pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="it is off without TileLang"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, a machine with two cores, and no child before or after."""
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(background.VARIABLE, raising=False)
+    monkeypatch.setattr(background, "CORES", 2)
+    assert background._child is None
+    yield tmp_path / "cache"
+    end_child()
+
+
+def end_child() -> None:
+    if background._child is not None:
+        background._child.end()
+        background._child = None
+
+
+def child() -> int:
+    assert background._child is not None
+    return background._child.process.pid
+
+
+def jobs(folder: Path, *seconds: float) -> list[SlowJob]:
+    """Kernels that take so long to compile."""
+    return [SlowJob(number, str(folder), each) for number, each in enumerate(seconds)]
+
+
+# --- What the child compiles ---
+
+
+def test_a_call_finds_what_the_child_compiled(tmp_path: Path) -> None:
+    (job,) = jobs(tmp_path, 0)
+    background.start([job])
+    until(lambda: compiled_by(job) is not None, "the child compiled a kernel")
+    assert compiled_by(job) == child()
+    job.compile()
+    assert begun(job) == [child()]
+
+
+def test_a_call_waits_for_what_the_child_compiles(tmp_path: Path) -> None:
+    (job,) = jobs(tmp_path, 1)
+    background.start([job])
+    until(lambda: begun(job), "the child began")
+    assert compiled_by(job) is None
+    job.compile()
+    assert compiled_by(job) == child()
+    assert begun(job) == [child()]
+
+
+def test_a_call_compiles_what_the_child_has_not_begun(tmp_path: Path) -> None:
+    first, second = jobs(tmp_path, FOREVER_S, 0)
+    background.start([first, second])
+    until(lambda: begun(first), "the child began")
+    second.compile()
+    assert compiled_by(second) == os.getpid()
+    assert begun(first) == [child()]
+
+
+def test_the_child_leaves_out_what_a_call_compiles(tmp_path: Path) -> None:
+    first, second, third = jobs(tmp_path, 1, FOREVER_S, 0)
+    call = subprocess.Popen([sys.executable, "-c", program(f"SlowJob(1, {str(tmp_path)!r}, {FOREVER_S}).compile()")])
+    try:
+        until(lambda: begun(second), "the other process began")
+        background.start([first, second, third])
+        until(lambda: compiled_by(third) is not None, "the child compiled the third kernel")
+        assert compiled_by(first) == compiled_by(third) == child()
+        assert begun(second) == [call.pid]
+    finally:
+        call.kill()
+        call.wait()
+
+
+def test_an_error_is_raised_by_the_call_that_needs_the_kernel(tmp_path: Path) -> None:
+    bad, good = jobs(tmp_path, 0, 0)
+    (tmp_path / "0.fails").touch()
+    background.start([bad, good])
+    until(lambda: compiled_by(good) is not None, "the child went on behind the error")
+    with pytest.raises(RuntimeError, match=f"^kernel 0 cannot be compiled by process {os.getpid()}$"):
+        bad.compile()
+    assert begun(bad) == [child(), os.getpid()]
+
+
+def test_a_child_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    first, second = jobs(tmp_path, FOREVER_S, 0)
+    background.start([first])
+    until(lambda: begun(first), "the child began")
+    before = child()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: background._child is not None and not background._child.is_alive(), "the child was killed")
+    background.start([second])
+    until(lambda: compiled_by(second) is not None, "another child compiled")
+    assert compiled_by(second) == child()
+    assert child() != before
+
+
+def test_several_starts_use_one_child_and_each_kernel_once(tmp_path: Path) -> None:
+    first, second, third = jobs(tmp_path, 0, 0, 0)
+    background.start([first, second])
+    one = child()
+    background.start([second, first])
+    background.start([second, third])
+    until(lambda: compiled_by(third) is not None, "the child compiled all")
+    assert [compiled_by(each) for each in (first, second, third)] == [one] * 3
+    assert [begun(each) for each in (first, second, third)] == [[one]] * 3
+
+
+def test_what_is_in_the_cache_starts_no_child(tmp_path: Path) -> None:
+    (job,) = jobs(tmp_path, 0)
+    job.compile()
+    background.start([job])
+    assert background._child is None
+
+
+def test_what_a_bundle_has_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.installed, "find", lambda facts, modules, arch: Path("kernel.so"))
+    background.start(jobs(tmp_path, 0))
+    assert background._child is None
+
+
+def test_the_child_ends_when_it_has_nothing_to_do(tmp_path: Path) -> None:
+    """In a process whose children wait for a shorter time."""
+    code = f"""
+    from tileattn.kernels.tilelang.build import worker
+    worker.IDLE_S = 0.1
+    worker.main({os.getpid()})
+    """
+    worker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    assert worker.stdin is not None
+    worker.stdin.close()
+
+
+# --- When a kernel is compiled ---
+
+
+def test_a_kernel_that_is_compiled_starts_those_behind_it(tmp_path: Path) -> None:
+    first, second, third = jobs(tmp_path, 0, 0, 0)
+    with background.behind(lambda: [first, second]), background.behind(lambda: [third]):
+        assert background._child is None
+        first.compile()
+    until(lambda: compiled_by(second) is not None, "the child compiled")
+    assert compiled_by(first) == os.getpid()
+    assert compiled_by(second) == compiled_by(third) == child()  # in this order: the innermost's first
+    assert (begun_at(third), begun_at(second)) == tuple(sorted((begun_at(third), begun_at(second))))
+    assert begun(first) == [os.getpid()]
+
+
+def begun_at(job: SlowJob) -> int:
+    return (Path(job.log) / f"{job.number}.begun").stat().st_mtime_ns
+
+
+def test_a_kernel_that_is_there_does_not_ask_for_those_behind_it(tmp_path: Path) -> None:
+    (job,) = jobs(tmp_path, 0)
+    job.compile()
+    with background.behind(lambda: pytest.fail("asks")):
+        job.compile()
+
+
+def test_outside_nothing_is_behind(tmp_path: Path) -> None:
+    first, second = jobs(tmp_path, 0, 0)
+    with background.behind(lambda: [second]):
+        pass
+    first.compile()
+    assert background._child is None
+
+
+def test_an_error_of_those_behind_leaves_the_call_alone(tmp_path: Path) -> None:
+    def refuse() -> Any:
+        raise NotImplementedError("no tile fits")
+
+    (job,) = jobs(tmp_path, 0)
+    with background.behind(refuse):
+        job.compile()
+    assert compiled_by(job) == os.getpid()
+
+
+def test_a_process_that_cannot_be_started_leaves_the_call_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = jobs(tmp_path, 0, 0)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with background.behind(lambda: [second]):
+        first.compile()
+    assert compiled_by(first) == os.getpid()
+    with pytest.raises(FileNotFoundError, match="no-python"):
+        background.start([second])
+
+
+def test_a_call_meets_the_child_from_the_other_end(tmp_path: Path) -> None:
+    longest, middle, short = jobs(tmp_path, FOREVER_S, 0, 0)
+    assert background.taken([longest, middle, short]) == [longest, short, middle]
+    background.start([longest])
+    assert background.taken([longest, middle, short]) == [short, middle, longest]
+    end_child()
+    assert background.taken([longest]) == [longest]
+
+
+def test_a_full_pipe_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads nothing while it imports torch."""
+    monkeypatch.setattr(SlowJob, "__str__", lambda job: f"{job.number}")
+    background.start(SlowJob(number, "x" * 10000) for number in range(20))
+    assert background._child is None
+
+
+# --- Where it is off ---
+
+
+def test_off_by_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert background.is_on()
+    monkeypatch.setenv(background.VARIABLE, "0")
+    first, second = jobs(tmp_path, 0, 0)
+    with background.behind(lambda: [second]):
+        first.compile()
+    background.start([second])
+    assert background._child is None
+    monkeypatch.setenv(background.VARIABLE, "1")
+    assert background.is_on()
+
+
+def test_another_value_of_the_variable_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(background.VARIABLE, "off")
+    first, second = jobs(tmp_path, 0, 0)
+    message = r"^TILEATTN_BACKGROUND must be 0 \(nothing is compiled in the background\) or 1, got 'off'$"
+    with background.behind(lambda: [second]), pytest.raises(ValueError, match=message):
+        first.compile()
+    first.compile()  # nothing would be compiled behind it
+
+
+def test_off_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    background.start(jobs(tmp_path, 0))
+    assert background._child is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert background.is_on()
+
+
+OFF = {
+    "without TileLang": (background, "tilelang_libraries", lambda: None),
+    "on one core": (background, "CORES", 1),
+    "in child processes": (background.multiprocessing, "parent_process", lambda: object()),
+    "while the interpreter ends": (background.sys, "is_finalizing", lambda: True),
+    "behind the end": (background, "_has_ended", True),
+}
+
+
+@pytest.mark.parametrize("case", OFF)
+def test_off(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*OFF[case])
+    background.start(jobs(tmp_path, 0))
+    assert background._child is None
+
+
+# --- When the parent ends ---
+
+
+def program(code: str) -> str:
+    """A program with slow kernels. Whether this machine has two cores does not matter."""
+    return f"""
+import os, signal, sys, time
+from tileattn.kernels.tilelang.build import background
+from tests.tools.slow_jobs import SlowJob, begun, until
+background.CORES = 2
+{textwrap.dedent(code)}
+"""
+
+
+def started(folder: Path, then: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
+    """A process whose child compiles for ever, and what it does then; and its child."""
+    code = f"""
+job = SlowJob(0, {str(folder)!r}, {FOREVER_S})
+background.start([job])
+until(lambda: begun(job), "the child began")
+print(background._child.process.pid, flush=True)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program(code + textwrap.dedent(then))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert parent.stdout is not None
+    line = parent.stdout.readline()
+    assert line, parent.communicate()[1]
+    return parent, int(line)
+
+
+WAYS = {
+    "the end of the program": ("", 0, ""),
+    "an exception": ("raise KeyError('mine')", 1, "KeyError: 'mine'"),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "os._exit": ("os._exit(4)", 4, ""),
+    "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+}
+
+
+SLOW_WAYS = ("an exception", "sys.exit", "os._exit", "SIGTERM")  # two processes each; the others find the same
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in WAYS]
+)
+def test_the_end_neither_waits_for_the_child_nor_leaves_it_behind(way: str, tmp_path: Path) -> None:
+    """The kernel would take ten minutes."""
+    then, status, error = WAYS[way]
+    parent, worker = started(tmp_path, then)
+    _, errors = parent.communicate(timeout=PATIENCE_S)
+    assert parent.returncode == status
+    assert errors.strip().endswith(error)
+    assert error or not errors
+    until(lambda: not is_running(worker), "the child ended")
+
+
+def test_a_process_that_the_parent_forked_does_not_keep_the_child(tmp_path: Path) -> None:
+    """It holds the other end of the child's stdin open."""
+    then = f"""
+    if os.fork() == 0:
+        time.sleep({FOREVER_S})
+    print("forked", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent, worker = started(tmp_path, then, start_new_session=True)
+    try:
+        parent.wait(PATIENCE_S)
+        until(lambda: not is_running(worker), "the child ended")
+        os.killpg(parent.pid, 0)  # the forked process is still there
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_forked_process_neither_uses_nor_ends_the_child(tmp_path: Path) -> None:
+    then = f"""
+    forked = os.fork()
+    if forked == 0:
+        assert background._child is None
+        sys.exit(5)  # by way of what is registered with atexit
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 5
+    other = SlowJob(1, {str(tmp_path)!r})
+    background.start([other])
+    time.sleep(1)
+    print(background._child.is_alive(), background._child.process.pid, other.key in background._child.handed)
+    """
+    parent, worker = started(tmp_path, then)
+    output, errors = parent.communicate(timeout=PATIENCE_S)
+    assert (output.split(), errors) == (["True", str(worker), "True"], "")
+    until(lambda: not is_running(worker), "the child ended")
+
+
+def test_ctrl_c_does_not_reach_the_child(tmp_path: Path) -> None:
+    then = """
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(1)
+        print(background._child.is_alive(), flush=True)
+        raise
+    """
+    parent, worker = started(tmp_path, then, start_new_session=True)
+    os.killpg(parent.pid, signal.SIGINT)
+    output, errors = parent.communicate(timeout=PATIENCE_S)
+    assert output.strip() == "True"
+    assert errors.strip().endswith("KeyboardInterrupt")
+    until(lambda: not is_running(worker), "the child ended")
+
+
+def test_the_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    """Linux sends the signal of a parent's death for each thread."""
+    first, second = jobs(tmp_path, 2, 0)
+    thread = threading.Thread(target=lambda: (background.start([first, second]), until(lambda: begun(first), "begun")))
+    thread.start()
+    thread.join()
+    until(lambda: compiled_by(second) is not None, "the child went on")
+    assert compiled_by(first) == compiled_by(second) == child()
+
+
+# --- The cache ---
+
+
+def test_what_the_cache_says_of_a_kernel(tmp_path: Path) -> None:
+    (job,) = jobs(tmp_path, FOREVER_S)
+    assert not kernel_cache().holds(job.key)
+    assert not kernel_cache().is_being_built(job.key)
+    background.start([job])
+    until(lambda: begun(job), "the child began")
+    assert kernel_cache().is_being_built(job.key)
+    end_child()
+    until(lambda: not kernel_cache().is_being_built(job.key), "the child's lock is free")
+    assert not kernel_cache().holds(job.key)
