@@ -94,9 +94,9 @@ def is_running(process: int) -> bool:
     return any(state not in "ZX" for state in states)
 
 
-def until(condition: Any, what: str) -> None:
+def until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
     """Waits until a condition holds, or fails."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < end, f"in {PATIENCE_S:.0f} s it did not happen that {what}"
+        assert time.monotonic() < end, f"in {patience_s:.0f} s it did not happen that {what}"
         time.sleep(0.02)

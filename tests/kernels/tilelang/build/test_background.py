@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -16,9 +17,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tools.lowering import find_nvcc
 from tests.tools.slow_jobs import FOREVER_S, PATIENCE_S, SlowJob, begun, compiled_by, is_running, until
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.cache.store import kernel_cache
+from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.behind import behind_forward, expected
 from tileattn.kernels.tilelang.build import background, library
+from tileattn.kernels.tilelang.build.job import KernelJob
+from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.kernels.tilelang.forward.library import Job
+
+COMPILERS_PATIENCE_S = 500.0
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
@@ -289,6 +299,7 @@ def program(code: str) -> str:
     return f"""
 import os, signal, sys, time
 from tileattn.kernels.tilelang.build import background
+from tests.tools.lowering import find_nvcc
 from tests.tools.slow_jobs import SlowJob, begun, until
 background.CORES = 2
 {textwrap.dedent(code)}
@@ -419,3 +430,56 @@ def test_what_the_cache_says_of_a_kernel(tmp_path: Path) -> None:
     end_child()
     until(lambda: not kernel_cache().is_being_built(job.key), "the child's lock is free")
     assert not kernel_cache().holds(job.key)
+
+
+# --- Real kernels ---
+
+
+@pytest.mark.slow  # compiles the kernels of both passes, in a minute or more
+@pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc (pip install 'tileattn[cuda]')")
+def test_the_child_compiles_the_backward_kernels_behind_the_forward_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch="sm_90a", needs_grad=True)
+    shape = torch.Size((1, 512, 2, 64))
+    compiled: list[KernelJob] = []
+    compiling = background.compiling
+    monkeypatch.setattr(background, "compiling", lambda job: compiling(compiled.append(job) or job))
+    own = Job(dataclasses.replace(call, needs_grad=False), default(call))
+    others = [*behind_forward(own.call, expected(call, 0.125), False, False, shape, shape)]
+    with background.behind(lambda: others):
+        own.compile()
+    worker = child()
+    until(lambda: all(job.is_there() for job in others), "the child compiled all", COMPILERS_PATIENCE_S)
+    for job in others:
+        assert kernel_cache().find(job.key) is not None
+        job.compile()
+    assert compiled == [own]
+    assert child() == worker
+    assert [job.kernel for job in others if isinstance(job, BackwardJob)] == ["main", "finish", "prepare"]
+
+
+@pytest.mark.slow  # imports TileLang and starts its compilers
+@pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc (pip install 'tileattn[cuda]')")
+def test_a_child_that_compiles_a_real_kernel_ends_with_its_parent(tmp_path: Path, cache: Path) -> None:
+    """It is killed while TileLang or nvcc runs, and leaves no files in the folder for temporary files."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    code = """
+    from tileattn.kernels.tilelang.packed.library import PlanJob
+    background.start([PlanJob("sm_90a")])
+    print(background._child.process.pid, flush=True)
+    time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, TMPDIR=str(scratch)),
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    until(lambda: list(cache.glob(".build-*")), "the child began to compile", COMPILERS_PATIENCE_S)
+    parent.kill()
+    parent.communicate()
+    until(lambda: not is_running(worker), "the child ended")
+    assert not list(scratch.iterdir())
+    assert not list(cache.glob("*.so"))
