@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tileattn import Mask
 from tileattn.kernels.cache.store import kernel_cache
-from tileattn.kernels.tilelang.build import background, job
+from tileattn.kernels.tilelang.build import background, batch, job
 from tileattn.kernels.tilelang.build.job import KernelJob, Name
 from tileattn.variant.key import field_names
 
@@ -100,3 +102,43 @@ def until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
     while not condition():
         assert time.monotonic() < end, f"in {patience_s:.0f} s it did not happen that {what}"
         time.sleep(0.02)
+
+
+def jobs(folder: Path, *seconds: float) -> list[SlowJob]:
+    """Kernels that take so long to compile."""
+    return [SlowJob(number, str(folder), each) for number, each in enumerate(seconds)]
+
+
+def without_child(folder: Path, monkeypatch: Any) -> Iterator[Path]:
+    """The fixture of a test: an empty cache, a machine with two cores, and no child before or after."""
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.delenv(background.VARIABLE, raising=False)
+    monkeypatch.setattr(batch, "CORES", 2)
+    end_child()  # another test's
+    yield folder / "cache"
+    end_child()
+
+
+def child() -> int:
+    """The process of the child."""
+    assert background._child is not None
+    return background._child.process.pid
+
+
+def end_child() -> None:
+    """Ends the child if there is one."""
+    if background._child is not None:
+        background._child.end()
+        background._child = None
+
+
+def program(code: str) -> str:
+    """A program with slow kernels. Whether this machine has two cores does not matter."""
+    return f"""
+import os, signal, sys, time
+from tileattn.kernels.tilelang.build import background, batch
+from tests.tools.lowering import find_nvcc
+from tests.tools.slow_jobs import SlowJob, begun, until
+batch.CORES = 2
+{textwrap.dedent(code)}
+"""

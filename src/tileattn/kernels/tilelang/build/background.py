@@ -6,7 +6,7 @@ finds it, waits for it, or compiles it itself where the child has not begun or h
 shown: it comes up again at the call that needs the kernel.
 
 The child has a session of its own, so that Ctrl-C does not reach it. It ends when this process ends, in whatever way
-(worker.py), and nothing waits for it.
+(worker.py), and nothing waits for it. docs/design/first-call.md has the reasons.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 VARIABLE = "TILEATTN_BACKGROUND"
 WORKER = f"{__package__}.worker"
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 Job = TypeVar("Job", bound="KernelJob")
 
@@ -170,6 +169,8 @@ def is_on() -> bool:
     Raises:
         ValueError: as in :func:`compiling`.
     """
+    from .batch import CORES  # not when tileattn is imported
+
     value = os.environ.get(VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{VARIABLE} must be 0 (nothing is compiled in the background) or 1, got {value!r}")
