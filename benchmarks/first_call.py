@@ -3,10 +3,14 @@
     python benchmarks/first_call.py --json first-call.json                          # on a GPU: up to the result
     python benchmarks/first_call.py --compile-only --arch sm_90a                    # without a GPU: up to the library
     python benchmarks/first_call.py --compile-only --arch sm_90a --beside OTHER     # in turns with another checkout
+    python benchmarks/first_call.py --direction fwdbwd                              # and the backward pass
 
 Each run is a process of its own, from its start to its end. The printed parts are medians of all runs, and the least.
 The processor time has that of the compilers in it; on a busy machine it says more than the time on the clock. Importing
 TileLang is timed by itself, with the garbage collector as it is while a kernel is compiled.
+
+With --direction fwdbwd the parts are the two passes, and runs in which nothing is compiled in the background are in
+turns with the others. The processor time lacks that of the background process, which ends later.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -29,17 +34,25 @@ from tileattn.bench import results
 from tileattn.cli.group import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
+OFF = "TILEATTN_BACKGROUND"
 Seconds = dict[str, float]
 
 
-def measured(arch: str, checkout: Path) -> Seconds:
+class Direction(str, Enum):
+    """What a run computes."""
+
+    FWD = "fwd"
+    FWDBWD = "fwdbwd"
+
+
+def measured(arch: str, direction: str, checkout: Path, variables: dict[str, str]) -> Seconds:
     """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process."""
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join([str(checkout / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=path)
+        environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=path, **variables)
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         run = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch],
+            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch, direction],
             env=environment, capture_output=True, text=True, check=False, cwd=checkout,
         )  # fmt: skip
         total, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -61,19 +74,24 @@ def summary(runs: list[Seconds]) -> dict[str, dict[str, float]]:
 def main(
     runs: int,
     arch: str,
+    direction: str,
     beside: Path | None,
     json_file: Path | None,
     commit: str | None,
 ) -> None:
     """Runs in turns, prints a table and writes the file."""
-    checkouts = {"this": ROOT} | ({"beside": beside.resolve()} if beside is not None else {})
-    measured_runs: dict[str, list[Seconds]] = {name: [] for name in checkouts}
+    kinds: dict[str, tuple[Path, dict[str, str]]] = {"this": (ROOT, {})}
+    if direction == "fwdbwd":
+        kinds[f"this, {OFF}=0"] = ROOT, {OFF: "0"}
+    if beside is not None:
+        kinds["beside"] = beside.resolve(), {}
+    measured_runs: dict[str, list[Seconds]] = {name: [] for name in kinds}
     for _ in range(runs):
-        for name, checkout in checkouts.items():
-            measured_runs[name].append(measured(arch, checkout))
+        for name, (checkout, variables) in kinds.items():
+            measured_runs[name].append(measured(arch, direction, checkout, variables))
     rows = {name: summary(found) for name, found in measured_runs.items()}
     for name, parts in rows.items():
-        print(f"{name}: {checkouts[name]}, {runs} runs, {os.cpu_count()} cores")
+        print(f"{name}: {kinds[name][0]}, {runs} runs, {os.cpu_count()} cores")
         for part, of in parts.items():
             print(f"  {part:42s} median {of['median']:6.2f} s   least {of['least']:6.2f} s")
     if json_file is not None:
@@ -84,6 +102,7 @@ def main(
             **results.origin(origin),
             "cores": os.cpu_count(),
             "arch": arch or None,
+            "direction": direction,
             "runs": measured_runs,
             "rows": [
                 {"checkout": name, "part": part, **of} for name, parts in rows.items() for part, of in parts.items()
@@ -101,6 +120,7 @@ def first_call(
     runs: Annotated[int, typer.Option(min=1, help="Processes of each checkout.")] = 5,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile, and run nothing.")] = False,
     arch: Annotated[str | None, typer.Option(help="With --compile-only: sm_90a, ...", show_default=False)] = None,
+    direction: Annotated[Direction, typer.Option(help="The forward pass, or both passes.")] = Direction.FWD,
     beside: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Another checkout.", show_default=False)
     ] = None,
@@ -116,7 +136,7 @@ def first_call(
         raise typer.BadParameter("--compile-only and --arch go together; without them the call runs on the GPU")
     if json_file is not None and json_file.exists():
         raise typer.BadParameter(f"--json {json_file} exists")
-    main(runs, arch or "", beside, json_file, commit)
+    main(runs, arch or "", direction.value, beside, json_file, commit)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.expected import expecting
 from ..call.facts import AttentionCall, BackwardCall, device_arch, is_aligned, sizes
 from ..call.fp8 import FP8, accumulator, complete, output_dtype
 from ..call.inputs import Inputs, Numbers, join
@@ -101,9 +102,10 @@ def _has_no_values(tensor: torch.Tensor) -> bool:
 
 def run_forward(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Runs a backend: o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q)."""
-    variant, scale, backend, _, needs_grad = options
+    variant, scale, backend, deterministic, needs_grad = options
     call = make_call(inputs, variant, needs_grad=needs_grad)
-    run = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
+    with expecting(deterministic or is_deterministic(), inputs.operands):
+        run = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
     o, lse = run(inputs)
     assert lse is not None
     return o, lse

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..call.expected import expecting
 from ..call.facts import Packed, sizes
 from ..call.fp8 import FP8, complete
 from ..call.inputs import Inputs, Operands, inputs_of
@@ -184,7 +185,8 @@ def _differentiable(inputs: Inputs, variant: str, choices: Choices) -> Different
     _, scale, return_lse, deterministic, backend = choices
     call = ops.make_call(inputs, variant, needs_grad=True)
     scale = scale_or_default(scale, inputs.q)
-    forward = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
+    with expecting(deterministic or ops.is_deterministic(), inputs.operands):
+        forward = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
     options = Options(variant, scale, backend, deterministic, True)
     longest = None if inputs.packed is None else inputs.packed[2:]
     return Differentiable(options, forward, inputs.operands, longest, return_lse)

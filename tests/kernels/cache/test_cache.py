@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tileattn import folders
+from tileattn.kernels.cache import trust
 from tileattn.kernels.cache.store import KernelCache, default_folder
 
 KEY = "forward | some call | some config"
@@ -55,6 +56,47 @@ def test_keys_do_not_share_a_file(cache: KernelCache) -> None:
     paths = {cache.find_or_build(f"key {i}", Builder(bytes([i]))) for i in range(10)}
     assert len(paths) == 10
     assert all(cache.path(f"key {i}").read_bytes() == bytes([i]) for i in range(10))
+
+
+def test_whether_a_kernel_is_there_or_being_built(cache: KernelCache, tmp_path: Path) -> None:
+    """The folder, too, is made by the first build alone."""
+    own = KernelCache(tmp_path / "own")
+    both = KernelCache(cache.folder, own=lambda: own.folder)
+
+    def build(path: Path) -> None:
+        assert cache.is_being_built("key")
+        assert not cache.is_being_built("other")
+        assert not cache.holds("key")
+        path.write_bytes(b"library")
+
+    assert not cache.is_being_built("key")
+    assert not cache.holds("key")
+    assert not cache.folder.exists()
+    path = cache.find_or_build("key", build)
+    assert cache.holds("key")
+    assert not cache.is_being_built("key")
+    path.write_bytes(b"")  # it is not looked into
+    assert both.holds("key")
+    assert not both.holds("other")
+
+
+def test_a_read_only_cache_and_the_users_own_hold_kernels(
+    cache: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = KernelCache(tmp_path / "own", repairs=True)
+    both = KernelCache(cache.folder, own=lambda: own.folder)
+    cache.find_or_build("ours", lambda path: path.write_bytes(b"library") and None)
+    monkeypatch.setattr(trust, "is_written_by", lambda folder: folder == own.folder)
+
+    def build(path: Path) -> None:
+        assert both.is_being_built("mine")
+        path.write_bytes(b"library")
+
+    both.find_or_build("mine", build)
+    assert [(both.holds(key), own.holds(key)) for key in ("ours", "mine", "other")] == [
+        (True, False), (True, True), (False, False),
+    ]  # fmt: skip
+    assert not both.is_being_built("mine")
 
 
 def truncate(library: Path, record: Path) -> None:

@@ -143,7 +143,7 @@ FOLDERS = (
     "lists",
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"build.collection", "build.progress"}
+HOST |= {"behind", "build.background", "build.collection", "build.progress", "build.worker"}
 HOST |= {"build.job", "build.record", "build.text", "bundling", "bundling.content", "bundling.wheel"}
 HOST |= {"packed_lists", "lists.bits", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}

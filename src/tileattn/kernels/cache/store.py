@@ -96,6 +96,26 @@ class KernelCache:
         beside = self._beside() if path is None else None
         return path if beside is None else beside.find(key, noted)
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a library of a key, which is not looked into: :meth:`find` may find it damaged."""
+        beside = self._beside()
+        return self.path(key).exists() or (beside is not None and beside.holds(key))
+
+    def is_being_built(self, key: str) -> bool:
+        """Whether a process, this one or another, is building a key's library."""
+        beside = self._beside()
+        if beside is not None:
+            return beside.is_being_built(key)
+        lock = self._lock(key)
+        if not Path(lock.lock_file).exists():
+            return False
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            return True
+        lock.release()
+        return False
+
     def record(self, path: Path) -> dict[str, Any]:
         """What is kept beside a library that :meth:`find` has found: what `build` returned is in it.
 
@@ -129,7 +149,7 @@ class KernelCache:
         if beside is not None:
             return beside.find_or_build(key, build, noted)
         path = self.path(key)
-        lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
+        lock = self._lock(key)
         with self._writing():
             _make_private(self.folder)
             lock.acquire()
@@ -141,6 +161,9 @@ class KernelCache:
             return library or self._build(key, path, build)
         finally:
             lock.release()
+
+    def _lock(self, key: str) -> filelock.BaseFileLock:
+        return filelock.FileLock(self.path(key).with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
 
     def _beside(self) -> KernelCache | None:
         """The user's own cache if this folder exists and cannot be written, else None."""

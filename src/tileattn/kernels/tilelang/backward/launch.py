@@ -17,13 +17,14 @@ from ...scale import scaled_first
 from ...sink import sink_gradient
 from ...tile_lists import Sizes
 from ..architecture import padded_finely
+from ..build.background import behind
 from ..host import as_bytes, one_batch, pattern_arguments
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import leaving
 from .jobs import jobs_of
-from .library import Kernels, add_shares, backward_kernels, main_kernel
+from .library import Kernels, add_shares, backward_kernels, longest_first, main_kernel
 from .listed import cuts_of, lists_for, packed_backward, with_lists
 from .operand_gradients import paths
 from .shares.choice import of_lengths, split
@@ -50,7 +51,8 @@ def prepare_backward(
             call, longest, lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale)
         )
     config, of_groups = configured(call, q_shape, k_shape)
-    return prepare_backward_with(config, call, q_shape, k_shape, scale, *of_groups)
+    with behind(lambda: longest_first(jobs_of(call, config or default(call), of_groups))):
+        return prepare_backward_with(config, call, q_shape, k_shape, scale, *of_groups)
 
 
 def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> tuple[MainConfig | None, Dealt]:

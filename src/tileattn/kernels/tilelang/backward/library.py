@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ....call.facts import BackwardCall
 from ....variant.program import program
+from ..build.background import behind, taken
 from ..build.job import KernelJob, Name
 from ..build.library import find_or_compile, load
 from .config import read_together
@@ -39,8 +40,9 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
         call: the static facts.
         config: of the main kernel (:mod:`.space`); None takes the default.
     """
-    names = kernel_names(call)
-    functions = {name: load(ensure_compiled(call, name, config))[name] for name in names}
+    jobs = longest_first(BackwardJob(call, name, config) for name in kernel_names(call))
+    with behind(lambda: jobs):
+        functions = {job.kernel: load(ensure_compiled(call, job.kernel, config))[job.kernel] for job in taken(jobs)}
     return Kernels(functions["prepare"], functions["main"], functions.get("finish"), functions.get("queries"))
 
 
@@ -144,6 +146,19 @@ class SharesJob(KernelJob):
 
 
 AnyBackwardJob = BackwardJob | SharesJob
+
+
+JobOfBackward = TypeVar("JobOfBackward", bound=AnyBackwardJob)
+LONGEST_FIRST = ("main", "queries", "finish", "prepare")  # as they take to compile
+
+
+def longest_first(jobs: Iterable[JobOfBackward]) -> tuple[JobOfBackward, ...]:
+    """Kernels in the order of the time that they take to compile."""
+
+    def place(job: JobOfBackward) -> int:
+        return LONGEST_FIRST.index(job.kernel) if isinstance(job, BackwardJob) else len(LONGEST_FIRST)
+
+    return tuple(sorted(jobs, key=place))
 
 
 def kernel_jobs(call: BackwardCall, config: MainConfig | None = None) -> tuple[AnyBackwardJob, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .library import find_or_compile, key_of
+from .library import find_or_compile, is_there, key_of
 
 
 class Name(NamedTuple):
@@ -41,6 +41,10 @@ class KernelJob:
     def key(self) -> str:
         """The key of the library in the kernel cache."""
         return key_of(*self.name)
+
+    def is_there(self) -> bool:
+        """Whether an installed bundle or the cache holds the kernel, as far as its files' names say."""
+        return is_there(self)
 
     def compile(self) -> None:
         """Compiles the kernel into the cache, if neither an installed bundle nor the cache holds it."""

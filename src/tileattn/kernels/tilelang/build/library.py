@@ -18,7 +18,7 @@ from ...bundles import installed
 from ...bundles.runtime import runtime, tilelang_libraries
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
-from . import record
+from . import background, record
 from .collection import collection_paused
 from .progress import progress_line
 
@@ -63,6 +63,12 @@ def find_or_compile(job: KernelJob) -> Path:
     return compile_into_cache(job)
 
 
+def is_there(job: KernelJob) -> bool:
+    """Whether a bundle has a kernel, or the cache on disk has its files, which are not looked into."""
+    facts, module = job.name
+    return installed.find(facts, generators(module), job.arch) is not None or kernel_cache().holds(job.key)
+
+
 SOURCE = "source"  # of a record in the cache: the digest of the source that the library was compiled from
 
 
@@ -75,6 +81,7 @@ def compile_into_cache(job: KernelJob, noted: str | None = None) -> Path:
     """
 
     def build(path: Path) -> dict[str, str]:
+        background.compiling(job)
         with progress_line(str(job)), collection_paused():
             from .compile import build_library
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ....call.facts import CAUSAL, AttentionCall
+from ....call.facts import CAUSAL, AttentionCall, BackwardCall
 from ....call.fp8 import FP8
 from ....call.inputs import Inputs
 from ....tuner.space import Space
@@ -17,6 +18,8 @@ from ...kept_lists import arguments_of, lists_of
 from ...scale import scaled_first
 from ...tile_lists import Cut, Sizes, pays
 from ..architecture import TRANSPOSED_KEYS
+from ..behind import behind_forward, expected
+from ..build.background import behind
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..lists.bits import bits_pay
 from ..lists.launch import make
@@ -48,9 +51,10 @@ def prepare(
         return functools.partial(
             _without_keys, (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q), call.out_dtype
         )
+    backward = expected(call, scale)
     call = _specialised(call, scale)
     config = launched(_chosen(call, q_shape, k_shape), call, q_shape, k_shape)
-    return prepare_with(config, call, q_shape, k_shape, scale)
+    return prepare_with(config, call, q_shape, k_shape, scale, backward)
 
 
 def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
@@ -87,17 +91,27 @@ def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: 
 
 
 def prepare_with(
-    config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+    config: Config,
+    call: AttentionCall,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    scale: float,
+    backward: BackwardCall | None = None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The forward pass with a given configuration; `call` is what its kernel is compiled for."""
+    """The forward pass with a given configuration; `call` is what its kernel is compiled for.
+
+    backward: the backward pass whose kernels may be compiled behind this one's.
+    """
+
+    load = _loader(call, backward, q_shape, k_shape)
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     if call.packed:
         side = _heads_side_by_side(call, torch.Size((1, *q_shape[1:])), seqlen_k, kv_heads)
         scalars = (scale, heads // kv_heads, side)
-        return packed_forward(lambda config: forward_function(call, config), config, call, heads, scalars)
+        return packed_forward(load, config, call, heads, scalars)
     o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
-    kernel = forward_function(call, config)
+    kernel = load(config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
@@ -165,6 +179,20 @@ def prepare_with(
         return o, lse
 
     return forward
+
+
+def _loader(
+    call: AttentionCall, backward: BackwardCall | None, q_shape: torch.Size, k_shape: torch.Size
+) -> Callable[[Config], Callable[..., Any]]:
+    """What loads a call's kernel of a configuration. If it is compiled, those that come next are compiled behind it."""
+
+    def load(config: Config) -> Callable[..., Any]:
+        listed = isinstance(config, HopperConfig) and config.listed
+        bits = isinstance(config, HopperConfig) and config.bits
+        with behind(lambda: behind_forward(call, backward, listed, bits, q_shape, k_shape)):
+            return forward_function(call, config)
+
+    return load
 
 
 def _without_keys(

@@ -11,9 +11,10 @@ from typing import Any
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import program
+from ..build.background import behind
 from ..build.job import KernelJob, Name
 from ..build.library import find_or_compile, load
-from ..packed.library import ensure_plan_compiled
+from ..packed.library import PlanJob
 from .amd.config import AmdConfig
 from .defaults import Config, default
 
@@ -35,12 +36,13 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
 
     For fp8 and packed sequences, the kernel that runs before it is compiled as well.
     """
-
-    if call.dtype == FP8:
-        ensure_transpose_compiled(call)
-    if call.packed:
-        ensure_plan_compiled(call.arch)
-    return find_or_compile(Job(call, config))
+    before: list[KernelJob] = [Job(call, None)] if call.dtype == FP8 else []
+    before += [PlanJob(call.arch)] if call.packed else []
+    with behind(lambda: before):
+        library = find_or_compile(Job(call, config))
+        for each in before:  # small, and so compiled behind it
+            find_or_compile(each)
+    return library
 
 
 @functools.cache
