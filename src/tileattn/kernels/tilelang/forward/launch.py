@@ -102,7 +102,6 @@ def prepare_with(
 
     backward: the backward pass whose kernels may be compiled behind this one's.
     """
-
     load = _loader(call, backward, q_shape, k_shape)
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
@@ -114,23 +113,16 @@ def prepare_with(
     kernel = load(config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
-    scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
-    splits: tuple[int, ...] = ()
-    if isinstance(config, AmdConfig):
-        scalars = (scale, heads // kv_heads, max(d for d in divisors(batch * heads) if d <= MAX_GRID))
-        splits = (config.splits(seqlen_q),)
+    side, splits = _side_and_splits(config, call, q_shape, seqlen_k, kv_heads)
+    scalars = (scale, heads // kv_heads, side)
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
-    listed = isinstance(config, HopperConfig) and config.listed
-    bits = isinstance(config, HopperConfig) and config.bits
+    listed, bits = _lists_and_bits(config)
     cut = Cut(cluster * config.block_M, config.block_N, longest_first=True, bits=bits)
     sizes = Sizes(batch, heads, seqlen_q, seqlen_k)
     ahead = (lines_ahead(batch * heads, -(-seqlen_q // cut.block_M)),) if listed else ()
-    has_arguments = bool(
-        listed or call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
-    )
-
+    has_arguments = listed or _has_arguments(call)
     out_dtype = call.out_dtype
 
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,12 +179,30 @@ def _loader(
     """What loads a call's kernel of a configuration. If it is compiled, those that come next are compiled behind it."""
 
     def load(config: Config) -> Callable[..., Any]:
-        listed = isinstance(config, HopperConfig) and config.listed
-        bits = isinstance(config, HopperConfig) and config.bits
-        with behind(lambda: behind_forward(call, backward, listed, bits, q_shape, k_shape)):
+        with behind(lambda: behind_forward(call, backward, *_lists_and_bits(config), q_shape, k_shape)):
             return forward_function(call, config)
 
     return load
+
+
+def _lists_and_bits(config: Config) -> tuple[bool, bool]:
+    """Whether a kernel takes its tiles from lists, and loads bits of mixed ones."""
+    return (config.listed, config.bits) if isinstance(config, HopperConfig) else (False, False)
+
+
+def _side_and_splits(
+    config: Config, call: AttentionCall, q_shape: torch.Size, seqlen_k: int, kv_heads: int
+) -> tuple[int, tuple[int, ...]]:
+    """The heads that run side by side, and, of AMD's kernel, the parts that queries are split into."""
+    batch, seqlen_q, heads, _ = q_shape
+    if isinstance(config, AmdConfig):
+        return max(d for d in divisors(batch * heads) if d <= MAX_GRID), (config.splits(seqlen_q),)
+    return _heads_side_by_side(call, q_shape, seqlen_k, kv_heads), ()
+
+
+def _has_arguments(call: AttentionCall) -> bool:
+    """Whether a kernel takes more of a call than q, k, v and scalars."""
+    return bool(call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands))
 
 
 def _without_keys(
