@@ -5,9 +5,10 @@
     python benchmarks/first_call.py --compile-only --arch sm_90a --beside OTHER     # in turns with another checkout
     python benchmarks/first_call.py --direction fwdbwd                              # and the backward pass
 
-Each run is a process of its own, from its start to its end. The printed parts are medians of all runs, and the least.
-The processor time has that of the compilers in it; on a busy machine it says more than the time on the clock. Importing
-TileLang is timed by itself, with the garbage collector as it is while a kernel is compiled.
+Each run is a process of its own, from its start to its end, and its parts are printed at once. The table at the end has
+medians of all runs, and the least. The processor time has that of the compilers in it; on a busy machine it says more
+than the time on the clock. Importing TileLang is timed by itself, with the garbage collector as it is while a kernel is
+compiled.
 
 With --direction fwdbwd the parts are the two passes, and runs in which nothing is compiled in the background are in
 turns with the others. The processor time lacks that of the background process, which ends later.
@@ -88,7 +89,9 @@ def main(
     measured_runs: dict[str, list[Seconds]] = {name: [] for name in kinds}
     for _ in range(runs):
         for name, (checkout, variables) in kinds.items():
-            measured_runs[name].append(measured(arch, direction, checkout, variables))
+            run = measured(arch, direction, checkout, variables)
+            print(f"{name}: " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in run.items()), flush=True)
+            measured_runs[name].append(run)
     rows = {name: summary(found) for name, found in measured_runs.items()}
     for name, parts in rows.items():
         print(f"{name}: {kinds[name][0]}, {runs} runs, {os.cpu_count()} cores")

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
 from tileattn.cli.app import app
+from tileattn.kernels.bundles.installed import Bundle
+from tileattn.kernels.bundles.manifest import Manifest
 from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build import batch
@@ -355,6 +358,28 @@ def test_info_tells_versions_and_what_runs_where() -> None:
     versions = (f"torch {torch.__version__}", "nvcc", "kernels")
     for shown in ("device", *versions, "What runs on", "SoftCap", "decode, pages of 16", "append_kv", "PyTorch"):
         assert shown in text
+
+
+def test_info_names_the_extra_that_brings_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(info, "version", none)
+    assert "[cuda]" in "".join(words(invoke("info").output).split())
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing", "shown"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_info_says_where_only_the_kernels_of_bundles_run(
+    installed: bool, missing: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest("tileattn-kernels-x", "sm_90a", "two", {}, {}, {})
+    monkeypatch.setattr(info, "bundles", lambda: (Bundle(Path(), manifest),) * installed)
+    monkeypatch.setattr(info, "absence", lambda *_, **__: "missing" if missing else None)
+    assert (info.ONLY_BUNDLES in words(invoke("info").output)) is shown
 
 
 def test_info_asks_for_another_architecture() -> None:

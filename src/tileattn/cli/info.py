@@ -24,7 +24,7 @@ from tileattn.cli.choices import refuse
 from tileattn.installation import pip_install
 from tileattn.kernels.bundles.installed import bundles
 from tileattn.kernels.cache.store import default_folder
-from tileattn.kernels.packages import any_machine
+from tileattn.kernels.packages import absence, any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.runtime.append_dispatch import answers_for_append
 from tileattn.runtime.decoding import page_rows_of
@@ -34,6 +34,10 @@ from tileattn.variant.tree_mask import TreeMask
 
 # What `any_machine` asks about, for readers.
 INSTALLED = "it takes Triton, cuda-core and all other packages of tileattn as installed"
+ONLY_BUNDLES = (
+    "TileLang is not installed: a call of the column tilelang runs if the bundle has its kernels, and is an error "
+    "otherwise (docs/bundles.md)."
+)
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ def show(arch: str | None) -> None:
     console.print(_machine(device))
     if arch is None:
         console.print(_matrix(device_arch(device)))
+        if bundles() and absence("tilelang", extra="compile"):
+            console.print(Text(ONLY_BUNDLES, style="dim"))
         return
     with any_machine():
         console.print(_matrix(arch))
@@ -208,16 +214,14 @@ def _machine(device: torch.device) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("device", f"{environment.device_name(device)} ({device_arch(device)})")
+    rows = [("device", f"{environment.device_name(device)} ({device_arch(device)})")]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        table.add_row("", f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB")
-    for name, number in environment.versions().items():
-        table.add_row(name, number)
-    table.add_row("nvcc", _nvcc())
-    table.add_row("kernels", _cache())
-    for place, text in enumerate(_bundles()):
-        table.add_row("" if place else "bundles", text)
+        rows.append(("", f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"))
+    rows += [*environment.versions().items(), ("nvcc", _nvcc()), ("kernels", _cache())]
+    rows += [("" if place else "bundles", text) for place, text in enumerate(_bundles())]
+    for name, text in rows:
+        table.add_row(name, Text(text))  # a string would lose the extra in `pip install ".[cuda]"`, as markup of rich
     return table
 
 
