@@ -92,6 +92,8 @@ def _usage(job: KernelJob, folder: Path) -> tuple[int, int]:
     if job.arch.startswith("gfx"):
         from tests.tools import hip
 
+        if hip.MISSING:
+            raise RuntimeError(hip.REASON)
         usage = hip.compile_hip(source, folder)
         return usage.vgprs + usage.agprs, usage.scratch
     from tests.tools import lowering
