@@ -128,7 +128,10 @@ def test_a_forked_process_neither_uses_nor_ends_the_child(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_does_not_reach_the_child(tmp_path: Path) -> None:
+    # A shell that runs the tests in the background makes its children ignore Ctrl-C.
     then = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("sleeps", flush=True)
     try:
         time.sleep(600)
     except KeyboardInterrupt:
@@ -137,6 +140,8 @@ def test_ctrl_c_does_not_reach_the_child(tmp_path: Path) -> None:
         raise
     """
     parent, worker = started(tmp_path, then, start_new_session=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline().strip() == "sleeps"
     os.killpg(parent.pid, signal.SIGINT)
     output, errors = parent.communicate(timeout=PATIENCE_S)
     assert output.strip() == "True"
