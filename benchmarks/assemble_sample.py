@@ -4,7 +4,8 @@
     python benchmarks/assemble_sample.py --arch sm_100a --limit 2       # two kernels of one architecture
 
 Kernels for NVIDIA are assembled by nvcc, those for gfx942 by clang with ROCm's headers (tests/tools/hip.py). The exit
-status is 1 where a kernel cannot be lowered or assembled.
+status is 1 where a kernel cannot be lowered or assembled, or an architecture is left out because its compiler is not
+installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +52,19 @@ class Assembled:
     spilled: int = 0
     seconds: float = 0.0
     error: str | None = None
+
+
+def missing(arch: str) -> str | None:
+    """What assembling for an architecture needs and is not installed here; None if all of it is."""
+    if find_spec("tilelang") is None:
+        return "needs tilelang"
+    if arch.startswith("gfx"):
+        from tests.tools import hip
+
+        return hip.REASON if hip.MISSING else None
+    from tests.tools import lowering
+
+    return None if lowering.find_nvcc() else "needs nvcc"
 
 
 def assemble(job: KernelJob) -> Assembled:
@@ -92,8 +107,6 @@ def _usage(job: KernelJob, folder: Path) -> tuple[int, int]:
     if job.arch.startswith("gfx"):
         from tests.tools import hip
 
-        if hip.MISSING:
-            raise RuntimeError(hip.REASON)
         usage = hip.compile_hip(source, folder)
         return usage.vgprs + usage.agprs, usage.scratch
     from tests.tools import lowering
@@ -114,14 +127,17 @@ def main(
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many kernels of each architecture.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Kernels at a time.")] = 2,
 ) -> None:
-    wanted = [job for each in arch or ARCHS for job in presets.named("sample", each)[:limit]]
+    lacking = {each: reason for each in arch or ARCHS if (reason := missing(each))}
+    for each, reason in lacking.items():
+        typer.echo(f"{each} is left out: {reason}", err=True)
+    wanted = [job for each in arch or ARCHS if each not in lacking for job in presets.named("sample", each)[:limit]]
     found = []
     for row in assemble_all(wanted, jobs):
         found.append(row)
         typer.echo(f"{row.arch} {row.kernel}: {row.error or f'{row.registers} registers, {row.spilled} bytes spilled'}")
     out.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
     out.with_suffix(".md").write_text(table(found))
-    raise typer.Exit(any(row.error for row in found))
+    raise typer.Exit(bool(lacking) or any(row.error for row in found))
 
 
 if __name__ == "__main__":

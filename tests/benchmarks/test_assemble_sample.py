@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -37,20 +35,10 @@ def test_the_table_has_failures_and_spills() -> None:
     ]
 
 
-def missing(arch: str) -> str | None:
-    if find_spec("tilelang") is None:
-        return "needs tilelang"
-    if arch.startswith("gfx"):
-        from tests.tools import hip
-
-        return hip.REASON if hip.MISSING else None
-    return None if shutil.which("nvcc") else "needs nvcc"
-
-
 @pytest.mark.slow(reason="24 kernels, some minutes for each architecture")
 @pytest.mark.parametrize("arch", assemble_sample.ARCHS)
 def test_the_sample_is_assembled(arch: str) -> None:
-    if reason := missing(arch):
+    if reason := assemble_sample.missing(arch):
         pytest.skip(reason)
     found = list(assemble_sample.assemble_all(presets.named("sample", arch), 2))
     assert [(row.kernel, row.error) for row in found if row.error is not None] == []

@@ -24,10 +24,12 @@ from tileattn.bench.cases import Case
 from tileattn.bench.ladder import plot as plot_ladder
 from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
+from tileattn.call.facts import device_arch
 from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
 from tileattn.cli.app import app
+from tileattn.kernels.bundles import installed
 from tileattn.kernels.bundles.installed import Bundle
 from tileattn.kernels.bundles.manifest import Manifest
 from tileattn.kernels.mma import backend as mma_backend
@@ -370,14 +372,18 @@ def test_info_names_the_extra_that_brings_a_missing_compiler(monkeypatch: pytest
     assert "[cuda]" in "".join(words(invoke("info").output).split())
 
 
+HERE = device_arch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 @pytest.mark.parametrize(
-    ("installed", "missing", "shown"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("bundled", "missing", "shown"),
+    [([HERE], True, True), ([HERE], False, False), ([], True, False), (["gfx942"], True, False)],
 )
 def test_info_says_where_only_the_kernels_of_bundles_run(
-    installed: bool, missing: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+    bundled: list[str], missing: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = Manifest("tileattn-kernels-x", "sm_90a", "two", {}, {}, {})
-    monkeypatch.setattr(info, "bundles", lambda: (Bundle(Path(), manifest),) * installed)
+    found = tuple(Bundle(Path(), Manifest("tileattn-kernels-x", arch, "two", {}, {}, {})) for arch in bundled)
+    monkeypatch.setattr(installed, "bundles", lambda: found)
     monkeypatch.setattr(info, "absence", lambda *_, **__: "missing" if missing else None)
     assert (info.ONLY_BUNDLES in words(invoke("info").output)) is shown
 

@@ -22,7 +22,7 @@ from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
 from tileattn.installation import pip_install
-from tileattn.kernels.bundles.installed import bundles
+from tileattn.kernels.bundles.installed import bundles, of_architecture
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.packages import absence, any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
@@ -35,8 +35,8 @@ from tileattn.variant.tree_mask import TreeMask
 # What `any_machine` asks about, for readers.
 INSTALLED = "it takes Triton, cuda-core and all other packages of tileattn as installed"
 ONLY_BUNDLES = (
-    "TileLang is not installed: a call of the column tilelang runs if the bundle has its kernels, and is an error "
-    "otherwise (docs/bundles.md)."
+    "TileLang is not installed: a call of the column tilelang runs if an installed bundle has its kernels, and is an "
+    "error otherwise (docs/bundles.md)."
 )
 
 
@@ -201,8 +201,9 @@ def show(arch: str | None) -> None:
     console = Console()
     console.print(_machine(device))
     if arch is None:
-        console.print(_matrix(device_arch(device)))
-        if bundles() and absence("tilelang", extra="compile"):
+        own = device_arch(device)
+        console.print(_matrix(own))
+        if of_architecture(own) and absence("tilelang", extra="compile"):
             console.print(Text(ONLY_BUNDLES, style="dim"))
         return
     with any_machine():
