@@ -1,4 +1,4 @@
-"""The sets of kernels that `tileattn bundle` compiles: the table of the preset "default", and "sample".
+"""The sets of kernels that `tileattn bundle` compiles: the table of the preset "default", and parts of it.
 
 The command, the page docs/bundles.md and the tests derive from :data:`DEFAULT`.
 """
@@ -68,6 +68,8 @@ ALL = replace(
     decode=("full", "causal", "window1024", "causal+softcap50", "window1024+softcap50", "causal+alibi"),
     rotary=("none", "halves", "interleaved"),
 )
+# What most programs call first: a release has their sources, so that nvcc alone compiles them (`build/ahead.py`).
+FIRST = replace(DEFAULT, head_dims=((64, 64), (128, 128)), masks=("full", "causal"), modified=(), plain=(), decode=())
 # Of these "sample" takes some: what is assembled for architectures that are not at hand.
 SAMPLE = Preset(
     dtypes=("bf16", "fp16"),
@@ -79,14 +81,14 @@ SAMPLE = Preset(
     page_sizes=(0, 16),
 )
 SAMPLED = 24
-NAMES = ("default", "all", "sample")
+NAMES = ("default", "all", "first", "sample")
 
 
 def named(name: str, arch: str) -> list[KernelJob]:
     """The kernels of a preset, by its name."""
     if name == "sample":
         return sample(arch)
-    return jobs({"default": DEFAULT, "all": ALL}[name], arch)
+    return jobs({"default": DEFAULT, "all": ALL, "first": FIRST}[name], arch)
 
 
 def sample(arch: str) -> list[KernelJob]:

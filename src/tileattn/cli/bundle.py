@@ -23,7 +23,7 @@ def bundle(
     preset: Annotated[
         str,
         typer.Option(
-            help="The set of kernels: [b]default[/b], [b]all[/b], [b]sample[/b], or a file that "
+            help="The set of kernels: [b]default[/b], [b]all[/b], [b]first[/b], [b]sample[/b], or a file that "
             "[b]tileattn record[/b] wrote."
         ),
     ] = "default",
@@ -43,6 +43,14 @@ def bundle(
             show_default=False,
         ),
     ] = None,
+    sources: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the generated sources into this file, and no wheel. For releases of tileattn: "
+            "src/tileattn/kernels/tilelang/build/generated/ARCH.json.xz, with the preset first.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Compile a set of kernels into a wheel, for machines without a compiler.
 
@@ -51,7 +59,7 @@ def bundle(
     """
     from tileattn.cli import run_bundle
 
-    raise typer.Exit(run_bundle.bundle(arch, preset, out, jobs, only_list, lock))
+    raise typer.Exit(run_bundle.bundle(arch, preset, out, jobs, only_list, lock, sources))
 
 
 def record(

@@ -6,8 +6,9 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import typer
@@ -21,18 +22,28 @@ from tileattn.installation import pip_install
 from tileattn.kernels.bundles import lock as locks
 from tileattn.kernels.bundles.manifest import identity
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
+from tileattn.kernels.tilelang.build import ahead
 from tileattn.kernels.tilelang.build import record as records
-from tileattn.kernels.tilelang.build.batch import CORES, compile_all
+from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
 from tileattn.kernels.tilelang.build.job import KernelJob
 from tileattn.kernels.tilelang.build.library import version
 from tileattn.kernels.tilelang.bundling import content, wheel
+from tileattn.kernels.tilelang.bundling.generating import DoneWithSources, generate_job
 
 NEEDED = {"tilelang": "TileLang, which compiles the kernels", "hatchling": "hatchling, which builds the wheel"}
 console = Console()
 
 
-def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only_list: bool, lock: Path | None) -> int:
-    """Compiles a preset and builds its wheel, lists it, or writes its lock. Returns the exit status."""
+def bundle(
+    arch: str | None,
+    preset: str,
+    out: Path,
+    processes: int | None,
+    only_list: bool,
+    lock: Path | None,
+    sources: Path | None,
+) -> int:
+    """Compiles a preset and builds its wheel, lists it, or writes its lock or sources. Returns the exit status."""
     arch = _architecture(arch)
     jobs = _jobs(preset, arch)
     if only_list:
@@ -43,14 +54,14 @@ def bundle(arch: str | None, preset: str, out: Path, processes: int | None, only
     for module, what in NEEDED.items():
         if importlib.util.find_spec(module) is None:
             raise refuse("bundle", f"{what}, is not installed ({pip_install('bundle')})")
+    if sources is not None:
+        return _write_sources(jobs, arch, processes or CORES, sources)
     try:
         distribution = content.distribution_of(arch)
     except RuntimeError as error:  # no nvcc: each kernel would fail, after some seconds
         raise refuse("bundle", str(error)) from error
-    failed = _compile(jobs, processes or CORES)
-    if failed:
-        for text in failed:
-            typer.echo(text, err=True)
+    todo = [job for job in jobs if content.cached(job) is None]
+    if not _all_done(todo, processes or CORES, content.compile_job, "compiling"):
         return 1
     if lock is not None:
         return _write_lock(jobs, arch, preset, lock)
@@ -106,18 +117,43 @@ def _jobs(preset: str, arch: str) -> list[KernelJob]:
     return jobs
 
 
-def _compile(jobs: Sequence[KernelJob], processes: int) -> list[str]:
-    """Compiles what the cache lacks; the errors of those that fail."""
-    todo = [job for job in jobs if content.cached(job) is None]
-    failed = []
+def _all_done(
+    jobs: Sequence[KernelJob],
+    processes: int,
+    work: Callable[[AnyJob], Done],
+    doing: str,
+    take: Callable[[Done], None] = lambda done: None,
+) -> bool:
+    """Works on kernels in parallel, with a bar on a terminal. Prints the errors of those that fail."""
+    failed = 0
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("compiling", total=len(jobs), completed=len(jobs) - len(todo))
-        for done in compile_all(todo, processes, content.compile_job) if todo else ():
+        task = bar.add_task(doing, total=len(jobs))
+        for done in compile_all(jobs, processes, work) if jobs else ():
             bar.advance(task)
-            if done.error is not None:
-                failed.append(f"{done.job}: {done.error}")
-    return failed
+            if done.error is None:
+                take(done)
+            else:
+                failed += 1
+                typer.echo(f"{done.job}: {done.error}", err=True)
+    return failed == 0
+
+
+def _write_sources(jobs: Sequence[KernelJob], arch: str, processes: int, path: Path) -> int:
+    if arch.startswith("gfx"):
+        raise refuse("--sources", f"sources are kept for NVIDIA's architectures, not for {arch}")
+    found: dict[str, ahead.Generated] = {}
+
+    def take(done: Done) -> None:
+        assert isinstance(done, DoneWithSources)
+        assert done.generated is not None
+        found[identity(cast("KernelJob", done.job).name.facts)] = done.generated
+
+    if not _all_done(jobs, processes, generate_job, "generating", take):
+        return 1
+    ahead.write(path, version("tilelang"), found)
+    typer.echo(f"{path}: the sources of {len(found)} kernels, {path.stat().st_size / 2**10:.0f} KiB")
+    return 0
 
 
 def _write_lock(jobs: Sequence[KernelJob], arch: str, preset: str, path: Path) -> int:

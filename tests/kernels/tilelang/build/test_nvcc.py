@@ -10,16 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("tilelang")
-import tvm_ffi
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from tests.tools.lowering import find_nvcc, lower
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.build import nvcc
-from tileattn.kernels.tilelang.build.compile import build_library, device_source
+from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.forward.config import HopperConfig
-from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
 
 ARCH = "sm_90a"
 KERNEL = 'extern "C" __global__ void kernel(float* x) { x[0] = 1; }\n'
@@ -117,29 +115,3 @@ def test_other_atomic_operations_keep_their_header() -> None:
 def test_what_nvcc_refuses_is_said() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)nvcc ended with exit status 1:.*nonsense.*-arch=sm_90a"):
         nvcc.cubin(KERNEL.replace("x[0]", "nonsense"), ARCH)
-
-
-@pytest.mark.parametrize("toolkit", [None, "/nowhere"])
-def test_without_nvcc_it_says_what_to_install(toolkit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def path() -> str:
-        if toolkit is None:
-            raise RuntimeError("Cannot find CUDA")
-        return f"{toolkit}/bin/nvcc"
-
-    monkeypatch.setattr(nvcc, "get_nvcc_compiler", path)
-    with pytest.raises(RuntimeError, match=r"there is no nvcc, not (where|/nowhere).*: .* tileattn\[cuda\]"):
-        nvcc.cubin(KERNEL, ARCH)
-
-
-@needs_nvcc
-def test_tilelang_asks_here_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    cubin = nvcc.cubin
-    monkeypatch.setattr(nvcc, "cubin", lambda code, arch: asked.append(arch) or cubin(code, arch))
-    monkeypatch.setattr(nvcc, "tilelang_callback_cuda_compile", lambda *_: bytearray(b"TileLang's"))
-    build_library(plan_kernel(ARCH), ARCH, tmp_path / "library.so")
-    assert asked == [ARCH]
-    assert bytes(tvm_ffi.get_global_func(nvcc.CALLBACK)("code", None, None)) == b"TileLang's"
-    with pytest.raises(KeyError), nvcc.compiling():
-        raise KeyError
-    assert bytes(tvm_ffi.get_global_func(nvcc.CALLBACK)("code", None, None)) == b"TileLang's"

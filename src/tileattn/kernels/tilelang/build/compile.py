@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tilelang
 import tilelang.language as T
@@ -18,17 +17,18 @@ from tilelang.engine.lower import (
     lower_to_host_device_ir,
 )
 from tvm import arith, ir, runtime, tirx
+from tvm.runtime import _ffi_api
 from tvm.script.ir_builder import IRBuilder
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
 from ..architecture import PRODUCER_THREADS
-from . import nvcc
+from . import link
+from .sources import HOST_OPTIONS, Sources
 
 WARP, WARPGROUP = 32, 128
 
 PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
-HOST_OPTIONS = ["-x", "c"]  # what TileLang generates for the host is C; g++ takes 0.1 s less than with C++
 OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
 OWN_BOUNDS = "tileattn.own_bounds"  # attribute of functions that access no element outside of a tensor
 # Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
@@ -49,27 +49,16 @@ def device_source(function: Any, arch: str) -> str:
     return sources(function, arch).device
 
 
-class Sources(NamedTuple):
-    """What TileLang generates of a function: for the device in CUDA or HIP, for the host in C."""
-
-    device: str
-    host: str
-
-    @property
-    def digest(self) -> str:
-        """A digest of all that is compiled: it lasts as long as the kernel is generated the same way."""
-        parts = [nvcc.prepared(self.device), self.host, " ".join(nvcc.OPTIONS), " ".join(HOST_OPTIONS)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
 def sources(function: Any, arch: str) -> Sources:
     """The generated sources; needs neither a GPU nor a device compiler."""
     target = target_of(arch)
     with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
-        of_device = device_codegen_without_compile(device, context).inspect_source()
-        return Sources(str(of_device), str(host_codegen(host, context).inspect_source()))
+        of_device = device_codegen_without_compile(device, context)
+        library = host_codegen(host, context)
+        texts = str(of_device.inspect_source()), str(library.inspect_source())
+        return Sources(*texts, b"" if arch.startswith("gfx") else _image(library, of_device))
 
 
 def build_library(function: Any, arch: str, path: Path) -> str:
@@ -78,6 +67,21 @@ def build_library(function: Any, arch: str, path: Path) -> str:
     Returns:
         The digest of the sources (:attr:`Sources.digest`).
     """
+    if arch.startswith("gfx"):
+        return _build_for_amd(function, arch, path)
+    generated = sources(function, arch)
+    link.build_library(generated, arch, path)
+    return generated.digest
+
+
+def _image(library: Any, device: Any) -> bytes:
+    """What TVM adds to a library for its loader; the code is the word "ptx", as nothing has compiled it."""
+    library.import_module(device)
+    text = str(_ffi_api.ModulePackImportsToC(library, False, ""))
+    return bytes(int(byte, 16) for byte in re.findall(r"0x([0-9a-f]{2})\b", text))
+
+
+def _build_for_amd(function: Any, arch: str, path: Path) -> str:
     target = target_of(arch)
     with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
@@ -85,8 +89,7 @@ def build_library(function: Any, arch: str, path: Path) -> str:
         of_device = str(device_codegen_without_compile(device, context).inspect_source())
         library = host_codegen(host, context)
         of_host = str(library.inspect_source())
-        with nullcontext() if arch.startswith("gfx") else nvcc.compiling():
-            library.import_module(device_codegen(device, context))
+        library.import_module(device_codegen(device, context))
         runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
     return Sources(of_device, of_host).digest
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from ...bundles import installed
 from ...bundles.runtime import runtime, tilelang_libraries
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
-from . import background, record
+from . import ahead, background, link, record, toolkit
 from .collection import collection_paused
 from .progress import progress_line
 
@@ -83,11 +81,21 @@ def compile_into_cache(job: KernelJob, noted: str | None = None) -> Path:
     def build(path: Path) -> dict[str, str]:
         background.compiling(job)
         with progress_line(str(job)), collection_paused():
-            from .compile import build_library
-
-            return {SOURCE: build_library(job.function(), job.arch, path)}
+            return {SOURCE: _build(job, path)}
 
     return kernel_cache().find_or_build(job.key, build, noted)
+
+
+def _build(job: KernelJob, path: Path) -> str:
+    """Compiles a kernel, from its source where the package has it. Returns the digest of the source."""
+    facts, module = job.name
+    sources = ahead.find(facts, digest(*generators(module)), job.arch, version("tilelang"))
+    if sources is not None:
+        link.build_library(sources, job.arch, path)
+        return sources.digest
+    from .compile import build_library
+
+    return build_library(job.function(), job.arch, path)
 
 
 def _text_of_missing(job: KernelJob) -> str:
@@ -116,10 +124,9 @@ def version(package: str) -> str:
 
 def device_compiler() -> str:
     """The toolkit's version file, read without starting the compiler."""
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).resolve().parents[1]))
-    if home and (Path(home) / "version.json").is_file():
-        versions = json.loads((Path(home) / "version.json").read_text())
+    home = toolkit.cuda_home()
+    if home is not None and (home / "version.json").is_file():
+        versions = json.loads((home / "version.json").read_text())
         return f"cuda {versions.get('cuda_nvcc', versions.get('cuda', {})).get('version')}"
     return f"cuda {version('nvidia-cuda-nvcc')}"
 

@@ -11,27 +11,19 @@ Most of what nvcc takes for a kernel goes into headers. The changes here leave e
 - other headers of which device code uses nothing (headers.py);
 - line numbers: they point into a file that is gone, and made up three quarters of what is kept on disk.
 
-A source that does not compile with these changes is compiled with TileLang's own headers.
+A source that does not compile with these changes is compiled with TileLang's own headers. TileLang is not imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import tvm_ffi
-from tilelang.contrib.nvcc import get_cplus_compiler, get_nvcc_compiler, get_nvcc_subprocess_env
-from tilelang.cuda.backend import tilelang_callback_cuda_compile
-from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-
+from . import toolkit
 from .headers import without_unused, write_stand_ins
 
-CALLBACK = "tilelang_callback_cuda_compile"  # the function that TileLang calls for a cubin
 OPTIONS = ("--cubin", "-O3", "-std=c++17", "--use_fast_math")
 
 HEADER = "#include <tl_templates/cuda/instruction/wgmma.h>\n"
@@ -52,23 +44,6 @@ PRODUCT = re.compile(
 )
 PTX = {"kFloat16": "f16", "kBFloat16": "bf16"}
 FIRST = {"ss": "uint64_t a", "rs": "const uint32_t *a"}
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Inside, TileLang calls this module to compile CUDA; afterwards its own function again.
-
-    With two threads at a time, TileLang may compile the kernel of one: the machine code is the same.
-    """
-    tvm_ffi.register_global_func(CALLBACK, _compile, override=True)
-    try:
-        yield
-    finally:
-        tvm_ffi.register_global_func(CALLBACK, tilelang_callback_cuda_compile, override=True)
-
-
-def _compile(code: Any, target: Any, *_: Any) -> bytearray:
-    return bytearray(cubin(str(code), str(target.attrs["arch"])))
 
 
 def cubin(code: str, arch: str) -> bytes:
@@ -93,29 +68,15 @@ def _run(code: str, arch: str, folder: Path, first: list[str]) -> bytes | str:
     """The cubin, or what nvcc says of a source that it refuses."""
     source, result = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(code)
-    headers = [*first, *(f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR))]
-    command = [compiler(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
+    headers = [*first, *(f"-I{path}" for path in toolkit.headers_of_kernels())]
+    command = [toolkit.nvcc(), f"-ccbin={toolkit.host_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
     run = subprocess.run(
         [*command, "-o", str(result), str(source)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=get_nvcc_subprocess_env(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     if run.returncode != 0:
         return f"nvcc ended with exit status {run.returncode}:\n{run.stdout}\n{' '.join(command)}"
     return result.read_bytes()
-
-
-def compiler() -> str:
-    """The path of nvcc.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    nvcc = "where TileLang looks for it"
-    with contextlib.suppress(RuntimeError):  # no toolkit at all
-        nvcc = get_nvcc_compiler()
-        if Path(nvcc).is_file():
-            return nvcc
-    raise RuntimeError(f"there is no nvcc, not {nvcc}: install a CUDA toolkit or, for pip's, tileattn[cuda]")
 
 
 def prepared(code: str) -> str:

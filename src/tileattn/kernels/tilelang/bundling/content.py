@@ -17,6 +17,7 @@ from ...bundles import runtime
 from ...bundles.manifest import KERNELS, RUNTIME, Entry, Manifest, checksum, identity
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
+from ..build import toolkit
 from ..build.batch import AnyJob, Done
 from ..build.job import KernelJob
 from ..build.library import SOURCE, compile_into_cache, generators, version
@@ -67,9 +68,7 @@ def cuda_version() -> str:
     Raises:
         RuntimeError: there is no nvcc, or it prints none.
     """
-    from ..build.nvcc import compiler
-
-    text = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    text = subprocess.run([toolkit.nvcc(), "--version"], capture_output=True, text=True, check=False).stdout
     match = re.search(r"\bV(\d+\.\d+\.\d+)", text)
     if match is None:
         raise RuntimeError(f"nvcc --version prints no version: {text!r}")
