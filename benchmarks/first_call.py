@@ -10,6 +10,9 @@ medians of all runs, and the least. The processor time has that of the compilers
 than the time on the clock. Importing TileLang is timed by itself, with the garbage collector as it is while a kernel is
 compiled.
 
+Where the package has sources that were generated ahead (`tileattn bundle --sources`), a forward pass compiled of its
+source is in turns with one for which TileLang generates it.
+
 With --direction fwdbwd the parts are the two passes, and runs in which nothing is compiled in the background are in
 turns with the others. The processor time lacks that of the background process, which ends later.
 """
@@ -33,6 +36,7 @@ import typer
 
 from tileattn.bench import results
 from tileattn.cli.group import run_script
+from tileattn.kernels.tilelang.build import ahead
 
 ROOT = Path(__file__).resolve().parent.parent
 OFF = "TILEATTN_BACKGROUND"
@@ -46,14 +50,17 @@ class Direction(str, Enum):
     FWDBWD = "fwdbwd"
 
 
-def measured(arch: str, direction: str, checkout: Path, variables: dict[str, str]) -> Seconds:
-    """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process."""
+def measured(arch: str, direction: str, checkout: Path, variables: dict[str, str], way: str) -> Seconds:
+    """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process.
+
+    way: "ahead" where the kernel's source is in the package, else "".
+    """
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join([str(checkout / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=path, **variables)
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         run = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch, direction],
+            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch, direction, way],
             env=environment, capture_output=True, text=True, check=False, cwd=checkout,
         )  # fmt: skip
         total, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -81,15 +88,17 @@ def main(
     commit: str | None,
 ) -> None:
     """Runs in turns, prints a table and writes the file."""
-    kinds: dict[str, tuple[Path, dict[str, str]]] = {"this": (ROOT, {})}
+    kinds: dict[str, tuple[Path, dict[str, str], str]] = {"this": (ROOT, {}, "")}
     if direction == "fwdbwd":
-        kinds[f"this, {OFF}=0"] = ROOT, {OFF: "0"}
+        kinds[f"this, {OFF}=0"] = ROOT, {OFF: "0"}, ""
+    elif any(ahead.FOLDER.glob("*")):
+        kinds["this, source in the package"] = ROOT, {}, "ahead"
     if beside is not None:
-        kinds["beside"] = beside.resolve(), {}
+        kinds["beside"] = beside.resolve(), {}, ""
     measured_runs: dict[str, list[Seconds]] = {name: [] for name in kinds}
     for _ in range(runs):
-        for name, (checkout, variables) in kinds.items():
-            run = measured(arch, direction, checkout, variables)
+        for name, (checkout, variables, way) in kinds.items():
+            run = measured(arch, direction, checkout, variables, way)
             print(f"{name}: " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in run.items()), flush=True)
             measured_runs[name].append(run)
     rows = {name: summary(found) for name, found in measured_runs.items()}

@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 HEAD_DIM, SEQLEN = 128, 4096
@@ -92,7 +93,11 @@ def _both_passes(arch: str) -> Seconds:
     return clock.parts
 
 
-def _one_run(arch: str) -> Seconds:
+def _one_run(arch: str, ahead: bool) -> Seconds:
+    """A forward pass; without a GPU, its kernel.
+
+    ahead: its source is in the package, and nothing of TileLang is imported.
+    """
     clock = _Clock()
     import torch
 
@@ -108,15 +113,7 @@ def _one_run(arch: str) -> Seconds:
         q = torch.randn(1, SEQLEN, 8, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         torch.cuda.synchronize()
         clock.lap("start CUDA")
-    with _as_while_compiling():
-        from tileattn.kernels.tilelang.build import compile as building
-        from tileattn.kernels.tilelang.build import nvcc
-
-        importlib.import_module("tileattn.kernels.tilelang.forward.kernel")
-    clock.lap("import TileLang and the kernel's module")
-    clock.around(building, "_lower", "trace the kernel", "TileLang's passes")
-    clock.around(nvcc, "cubin", "generate source", "nvcc")
-    clock.around(building, "build_library", "trace the kernel", "export, with the host's compiler")
+    (_time_compilers if ahead else _time_all)(clock)
     if q is None:
         call = AttentionCall(torch.bfloat16, HEAD_DIM, HEAD_DIM, "Causal()", return_lse=False, arch=arch)
         Job(call, default(call)).compile()
@@ -125,7 +122,34 @@ def _one_run(arch: str) -> Seconds:
         tileattn.attention(q, q, q, causal=True, backend="tilelang")
         torch.cuda.synchronize()
         clock.lap("load and run")
+    if ahead and "tilelang" in sys.modules:
+        raise RuntimeError("TileLang was imported: the source is not in the package, or not of these files")
     return clock.parts
+
+
+def _time_compilers(clock: _Clock) -> None:
+    from tileattn.kernels.tilelang.build import ahead, link, nvcc
+
+    clock.around(ahead, "find", "look for the kernel", "read its source")
+    clock.around(nvcc, "cubin", "start the host's compiler", "nvcc")
+    clock.around(link, "build_library", "look for the kernel", "link")
+
+
+def _time_all(clock: _Clock) -> None:
+    """Ends a part behind each step from the import of TileLang on. Sources in the package are not looked for."""
+    with _as_while_compiling():
+        from tileattn.kernels.tilelang.build import compile as building
+        from tileattn.kernels.tilelang.build import nvcc
+
+        importlib.import_module("tileattn.kernels.tilelang.forward.kernel")
+    with suppress(ImportError):  # a version without
+        from tileattn.kernels.tilelang.build import ahead
+
+        ahead.FOLDER = Path("absent")
+    clock.lap("import TileLang and the kernel's module")
+    clock.around(building, "_lower", "trace the kernel", "TileLang's passes")
+    clock.around(nvcc, "cubin", "generate source", "nvcc")
+    clock.around(building, "build_library", "trace the kernel", "export, with the host's compiler")
 
 
 def _as_while_compiling() -> Any:
@@ -138,6 +162,7 @@ def _as_while_compiling() -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_both_passes(sys.argv[1]) if sys.argv[2:] == ["fwdbwd"] else _one_run(sys.argv[1])))
+    arch, direction, way = sys.argv[1:]
+    print(json.dumps(_both_passes(arch) if direction == "fwdbwd" else _one_run(arch, way == "ahead")))
     sys.stdout.flush()
     os._exit(0)  # not the end of TileLang's process, which takes its time

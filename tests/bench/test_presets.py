@@ -81,7 +81,7 @@ def of_every(variant: str, **facts: Any) -> list[AttentionCall]:
 
 
 def test_names() -> None:
-    assert presets.NAMES == ("default", "all", "sample")
+    assert presets.NAMES == ("default", "all", "first", "sample")
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
@@ -131,6 +131,16 @@ def test_no_kernel_is_there_twice(name: str) -> None:
     jobs = presets.named(name, ARCH)
     assert len({job.key for job in jobs}) == len(jobs)
     assert {job.arch for job in jobs} == {ARCH}
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+def test_first_has_full_and_causal_attention_of_head_dims_64_and_128(mask: Any) -> None:
+    found = frozenset(job.name.facts for job in presets.named("first", ARCH))
+    assert found < names()
+    for sink, call in itertools.product((False, True), of_every(key(mask))):
+        needed = {job.name.facts for job in both_passes(replace(call, sink=sink))}
+        assert (needed <= found) == (call.head_dim == call.head_dim_v and call.head_dim in (64, 128))
+    assert PlanJob(ARCH).name.facts in found
 
 
 def test_every_kernel_has_a_form_in_json() -> None:

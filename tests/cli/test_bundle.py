@@ -17,10 +17,12 @@ from tileattn.cli import run_bundle
 from tileattn.cli.app import app
 from tileattn.kernels.bundles import lock
 from tileattn.kernels.bundles.manifest import identity
-from tileattn.kernels.tilelang.build import record
+from tileattn.kernels.tilelang.build import ahead, record
 from tileattn.kernels.tilelang.build.batch import Done
 from tileattn.kernels.tilelang.build.library import version
+from tileattn.kernels.tilelang.build.sources import Sources
 from tileattn.kernels.tilelang.bundling import content
+from tileattn.kernels.tilelang.bundling.generating import DoneWithSources
 from tileattn.kernels.tilelang.packed.library import PlanJob
 
 KERNELS = [PlanJob("sm_90a"), PlanJob("sm_80")]
@@ -65,10 +67,11 @@ def test_of_a_file_the_kernels_of_the_architecture_are_listed(recorded: Path) ->
 REFUSED = {
     "bundle --list": "there is no GPU here to compile for; name an architecture, such as sm_90a",
     "bundle --arch sm_70 --list": "'sm_70' is not known; accepted: sm_80, ",
-    "bundle --arch sm_80 --preset most --list": "'most' is neither a file nor one of default, all, sample",
+    "bundle --arch sm_80 --preset most --list": "'most' is neither a file nor one of default, all, first, sample",
     "bundle --arch sm_89 --preset kernels.jsonl": "kernels.jsonl has no kernel for sm_89 (it has kernels for: sm_80, "
     "sm_90a)",
     "bundle --arch sm_80 --preset damaged.jsonl": "damaged.jsonl, line 1, is no record of a kernel",
+    "bundle --arch gfx942 --sources gfx942.json.xz": "sources are kept for NVIDIA's architectures, not for gfx942",
     "record --output gone/kernels.jsonl -- true": "there is no folder",
     "record -- ./no-such-program": "./no-such-program cannot be run",
 }
@@ -87,7 +90,7 @@ def test_wrong_options_are_one_error(line: str) -> None:
 def test_what_is_missing_is_named_before_anything_is_compiled(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name) or object)
-    monkeypatch.setattr(run_bundle, "_compile", pytest.fail)
+    monkeypatch.setattr(run_bundle, "_all_done", pytest.fail)
     status, output = invoke("bundle --arch sm_80 --preset sample")
     assert status == 2
     assert f"{run_bundle.NEEDED[module]}, is not installed (pip install" in output
@@ -120,13 +123,37 @@ def test_the_lock_has_the_digests_of_the_sources(recorded: Path, monkeypatch: py
     assert lock.read(Path("locks/sm_80.txt")) == (version("tilelang"), digests)
 
 
+@pytest.mark.usefixtures("tools_are_there")
+def test_the_sources_of_a_preset_are_written(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs no nvcc."""
+    made = ahead.Generated(Sources("device", "host", b"image"), "of these files")
+    monkeypatch.setattr(
+        run_bundle, "compile_all", lambda jobs, processes, work: [DoneWithSources(job, generated=made) for job in jobs]
+    )
+    monkeypatch.setattr(content, "cuda_version", pytest.fail)
+    status, output = invoke(f"bundle --arch sm_80 --preset {recorded} --sources made/sm_80.json.xz")
+    assert (status, output) == (0, "made/sm_80.json.xz: the sources of 1 kernels, 0 KiB\n")
+    found = ahead.read(Path("made/sm_80.json.xz"))
+    assert found == (version("tilelang"), {identity(KERNELS[1].name.facts): made})
+
+
+@pytest.mark.usefixtures("tools_are_there")
+def test_sources_that_cannot_be_generated_leave_no_file(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        run_bundle, "compile_all", lambda jobs, processes, work: [DoneWithSources(job, error="no") for job in jobs]
+    )
+    status, output = invoke(f"bundle --arch sm_80 --preset {recorded} --sources made/sm_80.json.xz")
+    assert (status, output) == (1, f"{KERNELS[1]}: no\n")
+    assert not Path("made").exists()
+
+
 def test_without_nvcc_nothing_is_compiled(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_nvcc() -> str:
         raise RuntimeError("there is no nvcc")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object)
     monkeypatch.setattr(content, "cuda_version", no_nvcc)
-    monkeypatch.setattr(run_bundle, "_compile", pytest.fail)
+    monkeypatch.setattr(run_bundle, "_all_done", pytest.fail)
     status, output = invoke(f"bundle --arch sm_80 --preset {recorded}")
     assert status == 2
     assert "there is no nvcc" in output

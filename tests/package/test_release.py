@@ -153,6 +153,27 @@ def test_the_wheel_names_pages_of_the_project(metadata: Message) -> None:
     assert all(url.startswith(urls["Repository"]) for url in urls.values())
 
 
+@has_git
+def test_sources_that_git_ignores_are_in_sdist_and_wheel(tmp_path: Path) -> None:
+    """`tileattn bundle --sources` writes them before a release is built."""
+    folder = tmp_path / "tree"
+    name = "src/tileattn/kernels/tilelang/build/generated/sm_90a.json.xz"
+    for file in (*VERSIONED, ".gitignore", PICTURE, "src/tileattn/__init__.py"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+    git(folder, "init")
+    for file in (name, f"{name}.part"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+        git(folder, "check-ignore", file)
+    hatchling(folder, "build", "-d", "dist")
+    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    with tarfile.open(sdist) as packed:
+        assert [each.partition("/")[2] for each in packed.getnames() if "generated" in each] == [name]
+    with zipfile.ZipFile(wheel) as file:
+        assert [each for each in file.namelist() if "generated" in each] == [name.removeprefix("src/")]
+
+
 # --- The page on PyPI ---
 
 

@@ -144,7 +144,8 @@ FOLDERS = (
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
 HOST |= {"behind", "build.background", "build.collection", "build.progress", "build.worker"}
-HOST |= {"build.job", "build.record", "build.text", "bundling", "bundling.content", "bundling.wheel"}
+HOST |= {"build.ahead", "build.job", "build.record", "build.text"}
+HOST |= {"bundling", "bundling.content", "bundling.generating", "bundling.wheel"}
 HOST |= {"packed_lists", "lists.bits", "lists.launch", "lists.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
