@@ -303,6 +303,7 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with a GPU, kernels and a sanitizer."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)  # a build for GPUs asks them for more
     monkeypatch.setattr(sanitize, "device_arch", lambda device: "sm_90a")
     monkeypatch.setattr(sanitize, "jobs", lambda cases, buckets, arch: [])
     monkeypatch.setattr(sanitize.environment, "device_name", lambda device: "NVIDIA H200")

@@ -169,7 +169,7 @@ def test_a_lazy_mask_is_pytorchs() -> None:
         repr,
         lambda mask: str(mask[0, 1]),
         lambda mask: str(mask[:, :, :2]),
-        lambda mask: str(mask._adjust(40, 40)),
+        lambda mask: mask._adjust(40, 40).to_dense().tolist(),  # PyTorch 2.11 rounds its lengths up to whole blocks
         lambda mask: str(mask.to("cpu")),
         lambda mask: [str(x) for x in mask.as_tuple()],
         lambda mask: pickle.loads(pickle.dumps(mask)).shape,
