@@ -68,7 +68,7 @@ ALL = replace(
     decode=("full", "causal", "window1024", "causal+softcap50", "window1024+softcap50", "causal+alibi"),
     rotary=("none", "halves", "interleaved"),
 )
-# What most programs call first: a release has their sources, so that nvcc alone compiles them (`build/ahead.py`).
+# What most programs call first: the package has their sources, so that nvcc alone compiles them (`build/ahead.py`).
 FIRST = replace(DEFAULT, head_dims=((64, 64), (128, 128)), masks=("full", "causal"), modified=(), plain=(), decode=())
 # Of these "sample" takes some: what is assembled for architectures that are not at hand.
 SAMPLE = Preset(

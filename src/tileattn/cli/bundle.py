@@ -46,7 +46,7 @@ def bundle(
     sources: Annotated[
         Path | None,
         typer.Option(
-            help="Write the generated sources into this file, and no wheel. For releases of tileattn: "
+            help="Write the generated sources into this file, and no wheel. For developers of tileattn: "
             "src/tileattn/kernels/tilelang/build/generated/ARCH.json.xz, with the preset first.",
             show_default=False,
         ),

@@ -134,7 +134,10 @@ def _recomputed(
     q: Tensor, k: Tensor, rows: slice, keys: slice, score_mods: Sequence[ScoreFn], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The tile's scaled scores, as a leaf of autograd's graph, and the modified scores as a function of them."""
-    raw = tile_scores(q, k, rows, keys, (), scale).detach().requires_grad_()
+    raw = tile_scores(q, k, rows, keys, (), scale).detach()
+    if not score_mods:  # without a leaf: in an autograd.Function, torch.compile of PyTorch 2.11 refuses to make one
+        return raw, raw
+    raw.requires_grad_()
     with torch.enable_grad():
         return raw, modified(raw, positions(q, k, rows, keys), score_mods)
 

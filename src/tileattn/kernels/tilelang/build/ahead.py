@@ -1,8 +1,9 @@
 """Sources that were generated ahead: nvcc makes kernels of them, and a first call waits for nothing of TileLang.
 
-The file of an architecture lies in the package of a release (``tileattn bundle --sources`` writes it); a clone has none
-until someone writes it. A source is taken only if the files that generate it are those of this installation, so that a
-changed generator is never passed over, and if TileLang, whose headers it includes, has the version that generated it.
+A file in the package has those of an architecture: in a clone of sm_90a alone, in a release of others, too
+(``tileattn bundle --sources`` writes it). A source is taken only if the files that generate it are those of this
+installation, so that a changed generator is never passed over, and if TileLang, whose headers it includes, has the
+version that generated it.
 """
 
 from __future__ import annotations
