@@ -64,6 +64,7 @@ def beside_every_pair(of: Analysis, case: RandomMask, tiles: int, seed: int) -> 
     return by_nodes, by_pytorch, exact
 
 
+@pytest.mark.slow_cases("bits", reason="5 s")
 @pytest.mark.parametrize("kind", KNOWN)
 @settings(deadline=None, derandomize=True, max_examples=80)
 @given(seed=st.integers(0, 2**32 - 1))
