@@ -516,6 +516,7 @@ def traced() -> dict[str, set[str]]:
     return modules_by_text
 
 
+@pytest.mark.slow(reason="generates every kernel under a trace, 35 s")
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
@@ -524,6 +525,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
     assert ran <= set(sources.closure(modules(name)))
 
 
+@pytest.mark.slow(reason="generates every kernel under a trace, 35 s")
 def test_the_trace_sees_every_schedule() -> None:
     """Otherwise the test above would check too little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}

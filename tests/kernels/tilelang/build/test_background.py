@@ -71,6 +71,7 @@ def test_a_call_compiles_what_the_child_has_not_begun(tmp_path: Path) -> None:
     assert begun(first) == [child()]
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 9 s")
 def test_the_child_leaves_out_what_a_call_compiles(tmp_path: Path) -> None:
     first, second, third = jobs(tmp_path, 1, FOREVER_S, 0)
     call = subprocess.Popen([sys.executable, "-c", program(f"SlowJob(1, {str(tmp_path)!r}, {FOREVER_S}).compile()")])
@@ -95,6 +96,7 @@ def test_an_error_is_raised_by_the_call_that_needs_the_kernel(tmp_path: Path) ->
     assert begun(bad) == [child(), os.getpid()]
 
 
+@pytest.mark.slow(reason="two processes that import PyTorch, 5 s")
 def test_a_child_that_was_killed_is_replaced(tmp_path: Path) -> None:
     first, second = jobs(tmp_path, FOREVER_S, 0)
     background.start([first])

@@ -131,6 +131,7 @@ def test_without_nvcc_it_says_what_to_install(toolkit: str | None, monkeypatch: 
         nvcc.cubin(KERNEL, ARCH)
 
 
+@pytest.mark.slow(reason="lowers a kernel, 5 s")
 @needs_nvcc
 def test_tilelang_asks_here_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
