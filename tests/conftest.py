@@ -60,7 +60,7 @@ def _named_cases(config: pytest.Config) -> dict[str, dict[str, bool]]:
 
 
 def _is_named(item: pytest.Item, patterns: tuple[str, ...]) -> bool:
-    """Whether one of the patterns is the case's id. What each has named is noted for tests/package/test_slow_marks.py."""
+    """Whether one of the patterns is the case's id. What each has named is noted for test_slow_marks.py."""
     name = item.callspec.id  # type: ignore[attr-defined]
     found = {pattern: bool(re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name)) for pattern in patterns}
     noted = _named_cases(item.config).setdefault(item.nodeid.partition("[")[0], {})

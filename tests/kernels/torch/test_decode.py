@@ -149,6 +149,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow_except("dtype0-0", "dtype1-16", reason="0.5 s each")
 @pytest.mark.parametrize("page", [0, 16, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_cache_is_copied(dtype: torch.dtype, page: int) -> None:
