@@ -73,7 +73,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/lists/analysis.py",
-        ("kernels/tilelang/lists/test_packed_emulated.py::test_the_same_bits_as_by_pytorch[wide-cross]",),
+        ("kernels/tilelang/lists/test_analysis.py::test_whose_a_wide_load_is",),
         {
             "lists: batch elements share a wide load": (
                 'has_symbol(expr, "b") or has_symbol(expr, "h")',
