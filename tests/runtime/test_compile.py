@@ -305,6 +305,7 @@ OPERATOR_CASES: dict[str, tuple[Mask | None, tuple[Any, ...], Tensor | None]] = 
 }
 
 
+@pytest.mark.slow_cases("*-torch.float16", reason="0.3 s each")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPERATOR_CASES)
 def test_the_operator_keeps_the_rules_of_torch_library(name: str, dtype: torch.dtype) -> None:

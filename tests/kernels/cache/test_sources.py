@@ -284,6 +284,12 @@ def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
 # --- Editing ---
 
 
+@pytest.mark.slow_cases(
+    "backward.main",
+    "backward.finish",
+    "backward.queries",
+    reason="2 s each; the preparing kernel's closure is as large",
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_generating_file_changes_the_digest(name: str) -> None:
     before = sources.closure(modules(name))

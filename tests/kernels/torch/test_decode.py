@@ -261,6 +261,7 @@ def test_prefill_chunks_and_steps_agree(rows: int) -> None:
 # --- FixedSplit ---
 
 
+@pytest.mark.slow_cases("dtype0-128", reason="0.3 s each")
 @pytest.mark.parametrize("keys", [128, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_bits_of_a_row_do_not_depend_on_the_call(dtype: torch.dtype, keys: int) -> None:

@@ -52,6 +52,7 @@ def test_a_call_finds_what_the_child_compiled(tmp_path: Path) -> None:
     assert begun(job) == [child()]
 
 
+@pytest.mark.slow(reason="a process that imports PyTorch, 4 s")
 def test_a_call_waits_for_what_the_child_compiles(tmp_path: Path) -> None:
     (job,) = jobs(tmp_path, 1)
     background.start([job])

@@ -46,6 +46,7 @@ def test_a_batch(page: int, splits: Any) -> None:
     assert_forward_accurate("batch", got, *problem.expected())
 
 
+@pytest.mark.slow_except("None", reason="0.5 s in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, FixedSplit(128)], ids=str)
 def test_packed(splits: Any) -> None:
     sink = torch.linspace(-1, 1, 6, device=DEVICE)
@@ -76,6 +77,7 @@ def test_a_tree() -> None:
     assert_forward_accurate("tree", got, *problem.expected())
 
 
+@pytest.mark.slow_except("True", reason="0.3 s in Triton's interpreter")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bias_has_the_rows_of_the_call(packed: bool) -> None:
     """Row i of a bias is the call's row i, wherever that stands."""
