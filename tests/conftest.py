@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def pytest_configure(config: pytest.Config) -> None:
         only = buckets.only(bucket)
         only.__enter__()
         config.add_cleanup(lambda: only.__exit__(None, None, None))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`slow_cases` and `slow_except` name cases of a test by their ids, in which * is anything."""
+    for mark in (*item.iter_markers("slow_cases"), *item.iter_markers("slow_except")):
+        if _is_named(item, mark.args) == (mark.name == "slow_cases"):
+            item.add_marker(pytest.mark.slow(reason=mark.kwargs["reason"]))
+
+
+def _named_cases(config: pytest.Config) -> dict[str, dict[str, bool]]:
+    """By test, whether each pattern of its marks has named a case."""
+    if not hasattr(config, "named_cases"):
+        config.named_cases = {}  # type: ignore[attr-defined]
+    return config.named_cases  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_named(item: pytest.Item, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the patterns is the case's id. What each has named is noted for test_slow_marks.py."""
+    name = item.callspec.id  # type: ignore[attr-defined]
+    found = {pattern: bool(re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name)) for pattern in patterns}
+    noted = _named_cases(item.config).setdefault(item.nodeid.partition("[")[0], {})
+    noted.update({pattern: noted.get(pattern, False) or is_it for pattern, is_it in found.items()})
+    return any(found.values())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Every backend on every case: its results are right by the tolerance rule, or it refuses the case with a reason.
 
-On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
+On a CPU: the torch backend on the "quick" selection, every second of them in `make test`; the reference and the others
+on "smoke", where Triton interprets.
 On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on its full and
 causal cases. A refused case counts as skipped after its refusal has been checked: the text, and that the table of what
 must run (support_table.py) allows it.
@@ -35,6 +36,8 @@ from tileattn.testing import (
 )
 from tileattn.testing.shapes import PackedShape
 
+# So many scores take float64's oracle and PyTorch's loop a second or two: `make test` has of these one reference.
+MANY_SCORES, QUICK_WITH_MANY = 2**20, ("flash_attention_2",)
 REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flash_attention_2)}
 
 
@@ -42,10 +45,13 @@ def _parameters() -> list[object]:
     """(case, backend, device); those of one case stand together, because they share its oracle."""
     names = [backend.name for backend in BACKENDS]
     parameters = []
-    for case in conformance_cases("quick") + packed_cases("quick"):
+    for i, case in enumerate(conformance_cases("quick") + packed_cases("quick")):
         reference = [] if isinstance(case.shape, PackedShape) else REFERENCE
         for name in [*reference, *names] if case.smoke else ["torch"]:
-            marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case) else []
+            many = case.shape.seqlen_q * case.shape.seqlen_k >= MANY_SCORES and name not in QUICK_WITH_MANY
+            one_of_two = not case.smoke and i % 2 == 1
+            interpreted = name == "triton" and is_slow_to_interpret(case)
+            marks = [pytest.mark.slow] if many or one_of_two or interpreted else []
             parameters.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):

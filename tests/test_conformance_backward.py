@@ -29,8 +29,8 @@ from tileattn.testing import (
     poisoned_memory,
 )
 
-# On the CPU, of the cases that are not "smoke" every so many; and none with many scores in float16, in which PyTorch's
-# own products, that is eager's, are slow there.
+# On the CPU, of the cases that are not "smoke" every so many, and none with many scores in float16, in which PyTorch's
+# own products, that is eager's, are slow there. Of these `make test` has every second, and none with many scores.
 CPU_STEP = 16
 MANY_SCORES = 2**20
 
@@ -46,7 +46,9 @@ def _parameters() -> list[object]:
         if left_out or (many and case.structure.dtype == "fp16"):
             continue
         for name in names if case.smoke else ["torch"]:
-            marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case, backward=True) else []
+            interpreted = name == "triton" and is_slow_to_interpret(case, backward=True)
+            one_of_two = not case.smoke and (i // CPU_STEP if i < len(quick) else i) % 2 == 1
+            marks = [pytest.mark.slow] if many or one_of_two or interpreted else []
             parameters.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):

@@ -26,7 +26,7 @@ from tileattn.testing import (
 )
 
 TORCH_STEP = 5  # on a GPU torch decodes over the whole capacity: one case in so many
-INTERPRETED_SCORES, INTERPRETED_PARTS = 15_000, 100  # what Triton's interpreter takes a second for
+INTERPRETED_SCORES, INTERPRETED_PARTS = 8_000, 100  # what Triton's interpreter takes a second for
 
 
 def _parameters() -> list[object]:

@@ -84,6 +84,17 @@ GENERIC = ("plain", "window", "gaps")  # those that run on the generic schedule 
 QUERIES = 16
 
 
+@pytest.mark.slow_cases(
+    "torch-plain",
+    "torch-no group",
+    "torch-group of 128",
+    "torch-256",
+    "torch-sink",
+    "torch-gaps",
+    "torch-long",
+    "torch-head dims",
+    reason="1 s each",
+)
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize(("backend", "device"), EVERYWHERE)
 def test_bits_do_not_depend_on_the_company(name: str, backend: str, device: str) -> None:

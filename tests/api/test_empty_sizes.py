@@ -89,6 +89,25 @@ def _qkv(*shapes: tuple[int, ...], device: str) -> list[Tensor]:
     return [torch.ones(shape, dtype=torch.float16, device=device, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.slow_cases(
+    "triton-cpu-causal-queries-",
+    "triton-cpu-causal-keys-",
+    "triton-cpu-documents-keys-",
+    "triton-cpu-documents-int32-keys-",
+    "triton-cpu-documents-or-keys-*",
+    "triton-cpu-padding-keys-",
+    "triton-cpu-padding-one-keys-*",
+    "triton-cpu-prefix-keys-sink",
+    "triton-cpu-bias-keys-",
+    "triton-cpu-bias-one-keys-sink",
+    "triton-cpu-alibi-keys-sink",
+    "triton-cpu-captured-keys-",
+    "triton-cpu-documents-int32-keys-sink",
+    "triton-cpu-padding-keys-sink",
+    "triton-cpu-bias-one-keys-",
+    "triton-cpu-alibi-keys-",
+    reason="0.5 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())

@@ -78,6 +78,7 @@ class Reference:
                     assert torch.equal(held, (sign * expected).expand_as(held))
 
 
+@pytest.mark.slow_except("0-1", "0-3", "1-16", "2-3", reason="0.5 s each")
 @pytest.mark.parametrize("page", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_day_of_any_methods(seed: int, page: int) -> None:

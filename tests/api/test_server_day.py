@@ -43,6 +43,7 @@ def check_the_day(day: Day) -> Counts:
     return counts
 
 
+@pytest.mark.slow_except("window", "fixed", "pages of 3", reason="1.3 s each")
 @pytest.mark.parametrize("name", DAYS)
 def test_a_day_on_a_cpu(name: str) -> None:
     counts = check_the_day(replace(SMALL, **DAYS[name]))

@@ -54,6 +54,9 @@ def attend(call: Call, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
     return tileattn.attention(*call[:3], backend=backend, **given)  # type: ignore[return-value]
 
 
+@pytest.mark.slow_cases(
+    "triton-cpu-fp16-full", "triton-cpu-fp16-documents", reason="1.7 s each in Triton's interpreter"
+)
 @pytest.mark.parametrize(("backend", "device", "dtype", "mask"), _cases())
 def test_o_and_lse(backend: str, device: str, dtype: str, mask: str) -> None:
     call = call_of(mask, DTYPES[dtype], device)
@@ -144,6 +147,7 @@ def test_packed_sequences_do_not_reach_each_other(on: tuple[str, str], causal: b
     assert (lse[sum(QUERIES) :] == -INF).all()
 
 
+@pytest.mark.slow_cases("triton-cpu-full", "triton-cpu-causal", reason="1.6 s each in Triton's interpreter")
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @each_backend
 def test_gradients_do_not_see_what_lies_beyond(on: tuple[str, str], mask: str) -> None:
@@ -178,6 +182,9 @@ VARIANTS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(
+    "triton-cpu-softcap", "triton-cpu-function", "triton-cpu-bias", reason="2 s each in Triton's interpreter"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_backend
 def test_modifications(on: tuple[str, str], variant: str) -> None:
@@ -190,6 +197,7 @@ def test_modifications(on: tuple[str, str], variant: str) -> None:
     assert_as_the_formula(arguments, got)
 
 
+@pytest.mark.slow_cases("triton-cpu-inf", "triton-cpu--inf", reason="0.6 s each in Triton's interpreter")
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @each_backend
 def test_a_bias_of_no_number(on: tuple[str, str], value: float) -> None:

@@ -54,6 +54,13 @@ def parts(variant: dict[str, Function]) -> tuple[Any, tuple[Function, ...]]:
     return mask, ((variant["score_mod"],) if "score_mod" in variant else ())
 
 
+@pytest.mark.slow_cases(
+    "triton-dtype1-mask-floor of negative integers",
+    "triton-dtype1-mask-product beyond int32",
+    "triton-dtype1-mask-slopes in 16 bits",
+    "triton-dtype1-mask-integers of 64 bits",
+    reason="0.3 s each in Triton's interpreter; the same in a score",
+)
 @pytest.mark.parametrize("variant", EVERY)
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 def test_functions(variant: dict[str, Function], backend: str, dtype: torch.dtype) -> None:
@@ -164,6 +171,7 @@ def test_packed_calls_as_well() -> None:
     assert torch.equal(of_short, of_wide)
 
 
+@pytest.mark.slow_cases("score-dtype1", "score-dtype2", reason="1 s each")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "variant",

@@ -451,6 +451,7 @@ COMPILED: dict[str, Callable[..., Any]] = {
 BIAS = bias_of()
 
 
+@pytest.mark.slow_except("bias and window", reason="2 s each, in Dynamo")
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_once_for_all_lengths(name: str) -> None:

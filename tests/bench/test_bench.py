@@ -723,6 +723,7 @@ def test_the_picture_of_variants_has_a_panel_per_shape() -> None:
     assert plan.wide[0].title == "head dim 128, batch 4, 4096 tokens, 16 heads"
 
 
+@pytest.mark.slow_except("varlen-cuda", "quick-cpu", reason="2 s each")
 @pytest.mark.parametrize(
     ("suite", "device"), [("fa", "cuda"), ("variants", "cuda"), ("varlen", "cuda"), ("quick", "cpu")]
 )

@@ -126,6 +126,7 @@ def test_default_plans_and_writes_for_decoding() -> None:
     assert {type(job) for job in default()} >= {DecodePlanJob, AppendJob}
 
 
+@pytest.mark.slow_cases("all", reason="8 s")
 @pytest.mark.parametrize("name", presets.NAMES)
 def test_no_kernel_is_there_twice(name: str) -> None:
     jobs = presets.named(name, ARCH)

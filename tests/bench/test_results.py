@@ -112,6 +112,7 @@ def test_values_that_are_rare_are_drawn(command: str, tmp_path: Path) -> None:
     assert outcome.exit_code == 0, outcome.output
 
 
+@pytest.mark.slow_cases("fa-save", "fa-<lambda>0", reason="draws a large picture, 0.5 s each")
 @pytest.mark.parametrize(
     ("suite", "save"),
     [

@@ -74,6 +74,7 @@ def steps(device: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Callab
 SIZES = ((64, 2, 1), (48, 4, 4), (16, 32, 1))
 
 
+@pytest.mark.slow_except("sm_90a", reason="0.7 s each")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_steps_ask_for_no_other_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tilelang")

@@ -31,6 +31,7 @@ def calibrated() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow(reason="starts ranks, 4 s")
 def test_it_measures_kernels_calls_and_links() -> None:
     for found in returned(pool(2).run(calibrated)):
         topology = found["topology"]

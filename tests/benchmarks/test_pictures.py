@@ -26,6 +26,7 @@ import make_pictures  # type: ignore[import-not-found]
 PICTURES = make_pictures.pictures()
 
 
+@pytest.mark.slow_cases("docs/parallel/scale.png", reason="runs the model of all predictions, 7 s")
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_committed_picture_shows_what_the_command_draws(path: Path) -> None:
     figure = PICTURES[path]()

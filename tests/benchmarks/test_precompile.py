@@ -87,6 +87,7 @@ def vars_of(case: Case) -> dict[str, object]:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
+@pytest.mark.slow_cases("fa-bwd", "variants-fwdbwd", reason="0.5 s each")
 @pytest.mark.parametrize("direction", ["bwd", "fwdbwd"])
 @pytest.mark.parametrize("suite", ["fa", "variants"])
 def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str) -> None:
@@ -245,6 +246,7 @@ def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pyt
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 5 s")
 def test_a_job_that_crashes_does_not_end_the_others() -> None:
     done = {each.job: each for each in precompile.compile_all(JOBS, 1, pretend_to_compile)}
     assert list(done) == JOBS

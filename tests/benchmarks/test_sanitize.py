@@ -197,6 +197,7 @@ def test_the_decode_kernels_of_all_cases() -> None:
         assert {type(job) for job in jobs} == {DecodeJob, PlanJob, *of_lines}, case.name
 
 
+@pytest.mark.slow(reason="3 s")
 @needs_tilelang
 def test_the_backward_kernels_of_all_cases() -> None:
     """No case is refused, only packed ones ask for forward kernels, and every schedule is there."""
@@ -249,6 +250,7 @@ def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monk
             assert case.is_sound(*outputs)
 
 
+@pytest.mark.slow_except("bf16-d64-*", reason="0.1 s each")
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the torch backend the launches give a finite gradient for each tensor that has one."""

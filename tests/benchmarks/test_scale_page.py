@@ -24,6 +24,7 @@ def row(case: str, backend: str = "tileattn", direction: str = "fwd", ms: float 
     return {"case": case, "backend": backend, "direction": direction, "ms": ms}
 
 
+@pytest.mark.slow(reason="runs the model of all predictions, 11 s")
 def test_the_committed_page_is_what_the_script_writes() -> None:
     picture = str(make_scale_page.PICTURE.relative_to(make_scale_page.PAGE.parent))
     written = make_scale_page.page(parallel_rows.compared(make_scale_page.RESULTS), picture)

@@ -308,6 +308,7 @@ def test_every_figure_that_a_page_shows_is_there() -> None:
             assert (page.parent / target).is_file(), f"{page.name}: {target}"
 
 
+@pytest.mark.slow_cases("tools", reason="3 s")
 @pytest.mark.parametrize("name", ["index", "numerics", "tools"])
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

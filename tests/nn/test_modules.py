@@ -196,6 +196,7 @@ def test_a_window_of_one_is_the_position_itself() -> None:
     close(module(x)[0], module.out_proj(module.qkv_proj(x)[..., -EMBED:]))
 
 
+@pytest.mark.slow_except("full-flash_v1", "causal-flash_v2", reason="1.3 s each")
 @pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradients_by_differences(name: str, causal: bool) -> None:
@@ -253,11 +254,20 @@ def test_memory_of_the_textbooks_is_quadratic() -> None:
     assert growth(NaiveAttention(EMBED, HEADS), 256) > 12
 
 
+@pytest.mark.slow_cases("flash_v2-0.1", reason="4 s")
 @pytest.mark.parametrize(("name", "dropout"), [("flash_v1", 0.0), ("flash_v2", 0.0), ("flash_v2", 0.1)])
 def test_memory_of_the_loops_is_linear(name: str, dropout: float) -> None:
     assert growth(get_attention(name, EMBED, HEADS, block_size=128, dropout=dropout), 256) < 4.2
 
 
+@pytest.mark.slow_cases(
+    "sliding_window-window_size=20-num_kv_heads=2-causal",
+    "grouped_query-num_kv_heads=4-causal",
+    "multi_query-causal",
+    "masked-causal",
+    "masked-mask=PrefixLM(prefix=7)-causal",
+    reason="0.5 to 1 s each",
+)
 @needs_backward
 @pytest.mark.parametrize("case", [case for case in CASES if case.causal and not case.name.startswith("flash")], ids=str)
 def test_memory_of_the_others_is_linear(case: Case) -> None:

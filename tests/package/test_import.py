@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import subprocess
@@ -110,6 +111,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """All that a file imports, inside functions as well; absolute names, of tileattn's modules and their members."""
     imported = set()

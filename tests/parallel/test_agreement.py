@@ -52,6 +52,7 @@ def test_a_bad_argument_at_the_first_call(mode: str) -> None:
     check(results, REFUSED, REFUSED)
 
 
+@pytest.mark.slow(reason="2 s")
 def test_a_bad_argument_at_the_50th_call_with_check_always() -> None:
     results = returned(pool(RANKS).run(wrong_at, "argument", WRONG, 49, "always"))
     check(results, REFUSED, REFUSED)
@@ -100,6 +101,7 @@ def test_a_new_call_on_one_rank_while_others_repeat_theirs(broken_pool: Pool) ->
         assert result["seconds"] < SECONDS
 
 
+@pytest.mark.slow_cases("0", reason="a pool of its own, 6 s")
 @pytest.mark.parametrize("good", [0, 49])
 def test_a_rank_that_dies(broken_pool: Pool, good: int) -> None:
     results = broken_pool.run(wrong_at, "death", WRONG, good, "first")

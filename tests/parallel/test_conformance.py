@@ -90,6 +90,7 @@ def check(case: ConformanceCase, results: list[dict[str, Any]], device: str = "c
     assert_gradients_accurate(case.id, gradients, *expected_gradients(arguments, do, dlse), case.dtype)
 
 
+@pytest.mark.slow_cases("fp16-d40-none-b2h4kv2-q111k111-packed-8-zigzag-2d", reason="eight ranks, 4 s")
 @pytest.mark.parametrize(("case", "ranks", "layout", "options"), _parameters())
 def test_conformance(case: ConformanceCase, ranks: int, layout: str, options: dict[str, Any]) -> None:
     check(case, returned(pool(ranks).run(attend, case, layout, max(1, ranks // 2), options)))

@@ -43,6 +43,14 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_except(
+    "causal-zigzag-False-ring",
+    "full-contiguous-True-ulysses",
+    "window-contiguous-False-gather",
+    "documents-zigzag-True-2d",
+    "documents-zigzag-True-ring",
+    reason="0.4 s each",
+)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way["algorithm"])
 @pytest.mark.parametrize(
     ("mask", "layout", "biased"),

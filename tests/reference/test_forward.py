@@ -147,6 +147,7 @@ def test_dropout_multiplies_probabilities_and_leaves_lse(attention: Callable[...
     torch.testing.assert_close(lse, logits.logsumexp(dim=-1))
 
 
+@pytest.mark.slow_except("flash_attention_1", reason="1 s each")
 @pytest.mark.parametrize("attention", ALL)
 def test_the_expectation_under_dropout_is_the_result_without(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Over 400 seeds, within 5 standard deviations."""

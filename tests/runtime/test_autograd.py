@@ -522,6 +522,7 @@ COMPILED: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("masks", "class", reason="2 s each, in Dynamo")
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", COMPILED)
 def test_training_compiles_once_for_all_lengths(name: str) -> None:

@@ -118,6 +118,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow_except("bhsd", "mods and sink", "composition", "user class", reason="1 s each, in Dynamo")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_graph_for_all_lengths(name: str) -> None:
     compiled = Compiled(FUNCTIONS[name])
@@ -150,6 +151,7 @@ CHANGING: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("prefix tensor", "user class", "bias", reason="1 to 3 s each, in Dynamo")
 @pytest.mark.parametrize("name", CHANGING)
 def test_values_that_change_compile_nothing(name: str) -> None:
     function, values = CHANGING[name]
@@ -161,6 +163,7 @@ def test_values_that_change_compile_nothing(name: str) -> None:
     assert not all(str(results[0]) == str(result) for result in results[1:])
 
 
+@pytest.mark.slow_except("softcap", reason="2 s in Dynamo")
 @pytest.mark.parametrize(
     "function",
     [
@@ -176,6 +179,7 @@ def test_floats_may_change(function: Callable[..., Any]) -> None:
         compiled.check(*qkv(), value)
 
 
+@pytest.mark.slow(reason="2 s in Dynamo; a bias of a changing length stays")
 def test_documents_of_a_changing_length() -> None:
     compiled = Compiled(lambda q, k, v, ids: attention(q, k, v, mask=Documents(ids)))
     for seqlen in (7, 9, 12):
@@ -249,6 +253,7 @@ FP8_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow_except("one descale", reason="1 to 5 s each, in Dynamo")
 @pytest.mark.parametrize("name", FP8_FUNCTIONS)
 def test_fp8_is_one_graph_for_all_lengths(name: str) -> None:
     compiled = Compiled(FP8_FUNCTIONS[name])
@@ -300,6 +305,7 @@ OPERATOR_CASES: dict[str, tuple[Mask | None, tuple[Any, ...], Tensor | None]] = 
 }
 
 
+@pytest.mark.slow_cases("*-torch.float16", reason="0.3 s each")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPERATOR_CASES)
 def test_the_operator_keeps_the_rules_of_torch_library(name: str, dtype: torch.dtype) -> None:

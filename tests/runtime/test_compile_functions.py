@@ -189,6 +189,14 @@ def sees_defaults() -> bool:
     return bool(run(SHIFT) == 3 * SHIFT)
 
 
+@pytest.mark.slow_except(
+    "closure",
+    "attribute",
+    "another_tensor",
+    "a_tensor_in_place",
+    "a_list_of_functions",
+    reason="0.6 to 1.3 s each, in Dynamo",
+)
 @pytest.mark.parametrize("make", CHANGES)
 def test_a_change_of_what_is_captured_is_seen(make: Callable[[], Any]) -> None:
     if make is default and not sees_defaults():
@@ -273,6 +281,7 @@ CAPTURES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("mask", "module", "composed", reason="0.5 to 1 s each, in Dynamo")
 @pytest.mark.parametrize("name", CAPTURES)
 def test_captured_tensors_of_all_lengths_in_one_graph(name: str) -> None:
     counter = CompileCounterWithBackend("eager")
@@ -370,6 +379,7 @@ OF_ARGUMENTS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("tensor", "int and tensor, two functions", reason="0.5 to 1 s each, in Dynamo")
 @pytest.mark.parametrize("name", OF_ARGUMENTS)
 def test_functions_of_arguments_compile_once(name: str) -> None:
     function, values = OF_ARGUMENTS[name]
@@ -424,6 +434,7 @@ def captures(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s * SHIFT + TABLE[h, k] - SLOPES[h] * DOCUMENTS[k] + (TABLE[h, 0] - SLOPES[h])
 
 
+@pytest.mark.slow_except("functions_of_tileattn", "captures", reason="1 s each, in Dynamo")
 @pytest.mark.parametrize(
     "function", [arithmetic, comparisons, functions_of_torch, functions_of_tileattn, captures], ids=lambda f: f.__name__
 )

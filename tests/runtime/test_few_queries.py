@@ -77,6 +77,7 @@ def _places() -> list[object]:
     return [pytest.param(name, "cpu", case, id=f"{case.id}-{name}") for name, case in places]
 
 
+@pytest.mark.slow_cases("fp16-d64-causal-bias_bh-b2h16kv2-q8k1025-bhsd-triton", reason="2 s in Triton's interpreter")
 @pytest.mark.parametrize(("backend", "device", "case"), _places())
 def test_results_are_right(backend: str, device: str, case: ConformanceCase, taken: mock.Mock) -> None:
     if backend != "torch":

@@ -50,6 +50,18 @@ class _Equal(Mask):
         return self.ids[b, q] == self.ids[b, k]
 
 
+@pytest.mark.slow_cases(
+    "triton-cpu-int64-far-sorted",
+    "triton-cpu-int64-extreme-mixed",
+    "triton-cpu-int32-sorted",
+    "triton-cpu-int16-mixed",
+    "triton-cpu-int8-sorted",
+    "triton-cpu-uint8-mixed",
+    "triton-cpu-int64-extreme-sorted",
+    "triton-cpu-int32-mixed",
+    "triton-cpu-int8-mixed",
+    reason="0.6 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize("adjacent", [True, False], ids=["sorted", "mixed"])
 @pytest.mark.parametrize("kinds", IDS.values(), ids=IDS.keys())
 @pytest.mark.parametrize("on", _backends(), ids="-".join)

@@ -148,6 +148,7 @@ def test_or_joins_full_ranges_of_queries_that_touch_before_the_first_key() -> No
     assert (lo, hi) == (-4, 4)
 
 
+@pytest.mark.slow_cases("queries", reason="3 s")
 @both_sides
 @settings(examples, max_examples=100)
 @given(case=positions())

@@ -56,6 +56,15 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.float16)
 
 
+@pytest.mark.slow_cases(
+    "triton-False-distance-(37, 21)",
+    "triton-False-row-(21, 37)",
+    "triton-False-key-(37, 21)",
+    "triton-False-bias-(21, 37)",
+    "triton-False-bias of all heads-(37, 21)",
+    "triton-False-bias of all rows-(21, 37)",
+    reason="1.5 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize("seqlens", [(21, 37), (37, 21)], ids=str)
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(("backend", "deterministic"), BACKENDS)

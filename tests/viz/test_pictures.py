@@ -359,6 +359,7 @@ def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> 
     assert_readable(viz.draw_softmax(viz.row_scores(q, k, -1), v[0, :, 0], 4))
 
 
+@pytest.mark.slow_cases("backward/fa-bwd-h200", "variants/variants-h200", "forward/fa-h200", reason="1 s each")
 @pytest.mark.parametrize(
     "name",
     [
@@ -374,6 +375,7 @@ def test_dashboards_can_be_read(name: str) -> None:
     assert_readable(viz.draw_dashboard(results.load(RESULTS / f"{name}.json")))
 
 
+@pytest.mark.slow(reason="2 s")
 def test_lengths_can_be_read() -> None:
     measured = results.load(RESULTS / "forward/fa-h200.json")
     assert_readable(viz.draw_lengths(measured))

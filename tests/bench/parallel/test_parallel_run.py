@@ -12,6 +12,7 @@ from tests.tools.ranks.pools import pool, returned
 from tileattn.bench.parallel.results import load
 
 
+@pytest.mark.slow(reason="starts ranks, 3 s")
 def test_a_run_by_the_command(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     options = ["--rows", "32k,128k 8/2 causal,70%", "--baselines", "cudnn,tileattn-gather2,tileattn-ulysses"]

@@ -475,6 +475,7 @@ def test_lse_and_slopes_have_gradients() -> None:
     assert torch.autograd.gradcheck(lse, (q, slopes))
 
 
+@pytest.mark.slow(reason="2 s in Dynamo; test_packed_sequences_under_torch_compile stays")
 def test_under_torch_compile() -> None:
     q = torch.randn(1, 9, 2, 20, requires_grad=True)
 

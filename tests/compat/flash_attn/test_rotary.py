@@ -270,6 +270,7 @@ def test_tables_in_another_dtype() -> None:
     assert_rotated("x", rotary.apply_rotary_emb(x, *tables), x, *tables, positions_of(0), False)
 
 
+@pytest.mark.slow_cases("apply_rotary_emb", reason="3 s in Dynamo")
 @pytest.mark.parametrize("name", ["apply_rotary_emb", "apply_rotary_emb_qkv_"])
 def test_under_torch_compile(name: str) -> None:
     function = getattr(rotary, name)

@@ -205,6 +205,7 @@ def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return IDS[q_idx] == IDS[kv_idx]
 
 
+@pytest.mark.slow(reason="2 s each, in Dynamo; with the mask inside it stays")
 @pytest.mark.parametrize("create", [create_block_mask, torch_flex.create_block_mask], ids=["lazy", "blocks"])
 def test_compiled(create: Any) -> None:
     """The function itself, one graph, gradients included; PyTorch's and_masks is traced too."""

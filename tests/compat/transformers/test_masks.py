@@ -201,6 +201,7 @@ def shifted(draw: st.DrawFn, tensor: bool) -> Positions:
     return Positions(mask, BATCH, 1, seqlen_q, seqlen_k)
 
 
+@pytest.mark.slow_except("tensor-keys", "number-queries", reason="0.8 s each")
 @pytest.mark.parametrize("side", ["keys", "queries"])
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 def test_ranges_of_shifted_windows(tensor: bool, side: str) -> None:

@@ -285,6 +285,12 @@ def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
 # --- Editing ---
 
 
+@pytest.mark.slow_cases(
+    "backward.main",
+    "backward.finish",
+    "backward.queries",
+    reason="2 s each; the preparing kernel's closure is as large",
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_generating_file_changes_the_digest(name: str) -> None:
     before = sources.closure(modules(name))
@@ -517,6 +523,7 @@ def traced() -> dict[str, set[str]]:
     return modules_by_text
 
 
+@pytest.mark.slow(reason="generates every kernel under a trace, 35 s")
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
@@ -525,6 +532,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
     assert ran <= set(sources.closure(modules(name)))
 
 
+@pytest.mark.slow(reason="generates every kernel under a trace, 35 s")
 def test_the_trace_sees_every_schedule() -> None:
     """Otherwise the test above would check too little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}

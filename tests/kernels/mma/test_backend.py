@@ -208,6 +208,7 @@ def spilled_bytes(kernel: Kernel, folder: Path) -> int:
 QUICK = ("shared_qkv,acc=fp32", "shared_kv,acc=fp16")
 
 
+@pytest.mark.slow_except("shared_kv,acc=fp16", reason="NVRTC takes 1.5 s")
 @pytest.mark.parametrize("options", QUICK)
 def test_nothing_spills(options: str, tmp_path: Path) -> None:
     assert spilled_bytes(parse(options).kernel(CALL), tmp_path) == 0
@@ -292,6 +293,13 @@ EMULATED = (
 )
 
 
+@pytest.mark.slow_cases(
+    "shared_kv,acc=fp16-dtype2-96-full",
+    "shared_qkv-dtype4-64-full",
+    "pipelined,acc=fp16,stages=1,smem=padded-dtype7-64-causal",
+    "pipelined,acc=fp16,tiles=128x96x4x2-dtype8-64-full",
+    reason="2 to 4 s each; a cheaper case of each rung is in the others",
+)
 @needs_gpp
 @pytest.mark.parametrize(("options", "dtype", "head_dim", "shape"), EMULATED)
 def test_emulated(emulated: Run, options: str, dtype: torch.dtype, head_dim: int, shape: str) -> None:
@@ -306,6 +314,7 @@ SPECIAL = (  # those of EMULATED, so that no other kernel is compiled
 )
 
 
+@pytest.mark.slow_except("pipelined-dtype2-32-causal", reason="1 s each")
 @needs_gpp
 @pytest.mark.parametrize(("options", "dtype", "head_dim", "mask"), SPECIAL)
 def test_nan_and_infinities(emulated: Run, options: str, dtype: torch.dtype, head_dim: int, mask: str) -> None:
@@ -315,6 +324,7 @@ def test_nan_and_infinities(emulated: Run, options: str, dtype: torch.dtype, hea
     special_values.assert_as_the_formula(call, got)
 
 
+@pytest.mark.slow_except("split_kv", reason="1.5 s")
 @needs_gpp
 @pytest.mark.parametrize("rung", ["split_kv", "shared_qkv"])
 def test_the_rules_float16_run_rounds_where_kernels_do(emulated: Run, rung: str) -> None:
@@ -356,6 +366,7 @@ def test_conformance_emulated(emulated: Run, case: ConformanceCase) -> None:
     )
 
 
+@pytest.mark.slow(reason="compiles many kernels, 6 s")
 def test_many_kernels_compile_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in a new process, where threads that start at the same time import the compiler's package."""
     if not compile.has_compiler():

@@ -63,6 +63,10 @@ def test_forward_reads_the_row_of_a_line() -> None:
     source = forward_source(make_call(MASKS["dilated"], dim=64))
     assert source.count("list_rows[") == 2  # of the first task and of the next ones
     assert "list_sorted" not in source.split("{", 1)[1]
+
+
+@pytest.mark.slow(reason="lowers a kernel, 15 s")
+def test_without_lists_no_row_is_read() -> None:
     assert "list_rows" not in forward_source(make_call(MASKS["dilated"], dim=64), listed=False)
 
 

@@ -124,6 +124,7 @@ def test_the_loop_is_right_where_the_fused_attention_would_run(
 # --- Memory ---
 
 
+@pytest.mark.slow_cases("alibi-mask3", "softcap-mask1", "softcap-None", reason="0.3 to 0.5 s each")
 @pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(100, 0), Causal() & PrefixLM(50)])
 @pytest.mark.parametrize("mods", [(), (ALiBi(random(2).abs()),), (SoftCap(5.0),)], ids=["", "alibi", "softcap"])
 def test_no_tensor_grows_with_both_lengths(mask: Mask | None, mods: tuple[object, ...]) -> None:
@@ -135,6 +136,7 @@ def test_no_tensor_grows_with_both_lengths(mask: Mask | None, mods: tuple[object
     assert operators.largest <= max(fused.BLOCKS_M) * seqlen * heads < seqlen * seqlen
 
 
+@pytest.mark.slow_cases("alibi-None", "softcap-None", reason="0.5 s each")
 @pytest.mark.parametrize("mask", [None, SlidingWindow(100, 0), Causal() & PrefixLM(50)])
 @pytest.mark.parametrize("mod", [None, ALiBi(random(2).abs()), SoftCap(5.0)], ids=["", "alibi", "softcap"])
 def test_nor_does_one_in_the_backward_pass(mask: Mask | None, mod: ScoreMod | None) -> None:

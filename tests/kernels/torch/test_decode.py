@@ -149,6 +149,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow_except("dtype0-0", "dtype1-16", reason="0.5 s each")
 @pytest.mark.parametrize("page", [0, 16, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_cache_is_copied(dtype: torch.dtype, page: int) -> None:
@@ -260,6 +261,7 @@ def test_prefill_chunks_and_steps_agree(rows: int) -> None:
 # --- FixedSplit ---
 
 
+@pytest.mark.slow_cases("dtype0-128", reason="0.3 s each")
 @pytest.mark.parametrize("keys", [128, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_bits_of_a_row_do_not_depend_on_the_call(dtype: torch.dtype, keys: int) -> None:

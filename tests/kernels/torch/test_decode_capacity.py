@@ -31,6 +31,12 @@ def over_the_capacity(inputs: Any, sizes: Any, mask: Any, score_mods: Any, scale
     return capacity.decode(inputs, sizes, mask, score_mods, scale)
 
 
+@pytest.mark.slow_cases(
+    "bf16-d128-causal-packed-chunks-h26kv2-page48-own-splits3-shared",
+    "fp16-d64-block_lists-sink-seven-h128kv1-page0-heads_first",
+    "fp16-d128-causal-packed-mixed-h16kv1-page256-heads_first-splits7",
+    reason="1 s each",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_it_is_right_in_tiles_of_any_size(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend.sequences, "decode", over_the_capacity)

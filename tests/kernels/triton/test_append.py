@@ -23,6 +23,15 @@ def fresh_status(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache_status.check_caches()
 
 
+@pytest.mark.slow_except(
+    "halves-pages",
+    "interleaved",
+    "odd-partial",
+    "unaligned",
+    "positions",
+    "q-positions",
+    reason="0.3 to 1 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize(
     "case",
     # An interpreter takes seconds for the larger ones.

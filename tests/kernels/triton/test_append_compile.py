@@ -10,6 +10,7 @@ from tests.tools.triton_kernels import append_compiler as triton_append_compiler
 from tests.tools.triton_kernels.compiler import TARGETS, printed
 
 
+@pytest.mark.slow(reason="compiles every kernel for three architectures, 7 s")
 def test_kernels() -> None:
     *reports, of_sizes = printed(triton_append_compiler.__file__)
     made = {(report["arch"], report["name"]) for report in reports}

@@ -259,9 +259,9 @@ def check(
     ("mask", "mods", "scale"),
     [
         (SlidingWindow(17, 5), (), None),
-        (Causal() & SlidingWindow(30, None), (SoftCap(2.0),), None),
+        pytest.param(Causal() & SlidingWindow(30, None), (SoftCap(2.0),), None, marks=pytest.mark.slow),
         pytest.param(Causal(), (ALiBi(torch.tensor([0.5, 0.1])), SoftCap(3.0)), -0.3, marks=pytest.mark.slow),
-        (strange, (stranger,), None),
+        pytest.param(strange, (stranger,), None, marks=pytest.mark.slow),
         pytest.param(None, (), 0.0, marks=pytest.mark.slow),
     ],
     ids=["window", "causal-window-softcap", "causal-alibi-softcap-negative", "user", "scale0"],
@@ -335,6 +335,7 @@ def bfloat16_parts(x: Any) -> list[Any]:
     return parts
 
 
+@pytest.mark.slow_except("1.0", "80.0", reason="0.3 s each in Triton's interpreter")
 @pytest.mark.parametrize("distance", [1.0, 60.0, 75.0, 80.0, 84.0, 86.0])
 def test_gradients_of_far_keys_in_float32(distance: float, like_a_gpu: None) -> None:
     """All probabilities of a key are e^-distance and less: dk and dv have all of their digits as well."""
@@ -349,6 +350,7 @@ def test_gradients_of_far_keys_in_float32(distance: float, like_a_gpu: None) -> 
     check("far", run, q, k, v, None, (bias,))
 
 
+@pytest.mark.slow_except("75.0", reason="0.4 s each in Triton's interpreter")
 @pytest.mark.parametrize("logit", [1.0, 75.0, 82.0])
 def test_gradients_beside_a_large_sink_in_float32(logit: float, like_a_gpu: None) -> None:
     """All probabilities of a query are e^-logit and less: so has dq."""
@@ -481,6 +483,7 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.slow_except("heads_together", reason="2 s each in Triton's interpreter")
 @pytest.mark.parametrize(
     ("dims", "apart", "dimensions"),
     [((24, 16), False, 4), ((32, 16), True, 4), ((32, 16), False, 3)],
@@ -688,6 +691,7 @@ def kernel(visited, seqlen, folds, from_last: tl.constexpr):
 """
 
 
+@pytest.mark.slow(reason="8 s each in Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_programs_without_a_tile_or_a_head_do_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 tiles of 64 in 2 folds of 3, and of 6 heads 4 side by side; slopes are summed atomically."""
@@ -799,6 +803,7 @@ def test_captured_in_a_cuda_graph() -> None:
 # --- The module ---
 
 
+@pytest.mark.slow_except("2-causal", reason="1 s each in Triton's interpreter")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_module_equals_the_textbook(causal: bool, kv_heads: int) -> None:

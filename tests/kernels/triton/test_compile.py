@@ -13,24 +13,28 @@ from tileattn.kernels.triton.tile_sizes import KERNELS
 pytest.importorskip("triton")
 
 
+WITHOUT_DQ: dict[str, Any] = {"head_dim": 32, "dq": False}
 # The calls that tests below look at, each architecture's compiled in one process.
 QUICK: dict[str, dict[str, dict[str, Any]]] = {
     "sm_90a": {
-        "causal": {"head_dim": 128, "variant": "causal"},
-        "without dq": {"head_dim": 32, "dq": False},
-        "float32": {"head_dim": 64, "dtype": "float32"},
+        "causal": {"head_dim": 64, "variant": "causal"},
         "empty loop": {"head_dim": 128, "variant": "function_empty_rows", "backward": False},
-        "tiles": {"head_dim": 64, "variant": "none+bias+bias_tiles_1", "backward": False},
         "lists": {"head_dim": 128, "variant": "function_empty_rows", "backward": False, "listed": True},
     },
     "sm_80": {
         "forward": {"head_dim": 64, "backward": False},
-        "without dq": {"head_dim": 32, "dq": False},
+        "without dq": WITHOUT_DQ,
     },
-    "gfx942": {
-        "forward": {"head_dim": 64, "backward": False},
-        "without dq": {"head_dim": 32, "dq": False},
+    "gfx942": {"forward": {"head_dim": 64, "backward": False}},
+}
+# And those that `make test-all` looks at only: 2 to 8 s each.
+OTHERS: dict[str, dict[str, dict[str, Any]]] = {
+    "sm_90a": {
+        "causal-128": {"head_dim": 128, "variant": "causal"},
+        "without dq": WITHOUT_DQ,
+        "tiles": {"head_dim": 64, "variant": "none+bias+bias_tiles_1", "backward": False},
     },
+    "gfx942": {"without dq": WITHOUT_DQ},
 }
 
 
@@ -46,7 +50,11 @@ def quick(arch: str) -> dict[str, list[dict[str, Any]]]:
 
 def check(arch: str, name: str) -> list[dict[str, Any]]:
     """All kernels of a call."""
-    reports, call = quick(arch)[name], QUICK[arch][name]
+    if name in QUICK[arch]:
+        reports, call = quick(arch)[name], QUICK[arch][name]
+    else:
+        call = OTHERS[arch][name]
+        reports = compiled(arch, [call])
     backward = ORDER if call.get("dq", True) else ("prepare", "keys")
     names = ("forward", *backward) if call.get("backward", True) else ("forward",)
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in names]
@@ -65,8 +73,10 @@ def test_the_order_names_all_kernels() -> None:
     assert {"forward", *ORDER} == set(KERNELS)
 
 
-def test_hopper_multiplies_warpgroups_and_copies_by_tma() -> None:
-    for report in check("sm_90a", "causal"):
+@pytest.mark.slow_cases("causal-128", reason="8 s")
+@pytest.mark.parametrize("name", ["causal", "causal-128"])
+def test_hopper_multiplies_warpgroups_and_copies_by_tma(name: str) -> None:
+    for report in check("sm_90a", name):
         assert report["wgmma"] > 0, report
         assert report["tma"] > 0, report
         assert report["mma"] == 0, report
@@ -83,16 +93,17 @@ def test_amd_has_matrix_instructions() -> None:
         assert report["mma"] > 0, report
 
 
+@pytest.mark.slow_except("sm_80", reason="5 s each")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_without_dq(arch: str) -> None:
     """A kernel of its own then prepares what the kernel for dq would prepare."""
     check(arch, "without dq")
 
 
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
+@pytest.mark.slow(reason="8 s each")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_float32_is_multiplied_by_the_tensor_cores(arch: str) -> None:
-    call = {"head_dim": 64, "dtype": "float32"}
-    reports = quick(arch)["float32"] if call in QUICK[arch].values() else compiled(arch, [call])
+    reports = compiled(arch, [{"head_dim": 64, "dtype": "float32"}])
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in ("forward", "prepare", *ORDER)]
     forward, prepare, queries, keys = reports
     instruction = "wgmma" if arch == "sm_90a" else "mma"
@@ -105,6 +116,7 @@ def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
     check("sm_90a", "empty loop")
 
 
+@pytest.mark.slow(reason="8 s")
 def test_tiles_that_scores_are_read_from_fit() -> None:
     check("sm_90a", "tiles")
 

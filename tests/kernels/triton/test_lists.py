@@ -136,6 +136,7 @@ def attention(mask: Mask, *mods: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 # --- What they compute ---
 
 
+@pytest.mark.slow_cases("blocks-more-keys", reason="1.3 s in Triton's interpreter")
 @pytest.mark.parametrize(("name", "lengths"), CASES)
 def test_outputs_and_gradients(name: str, lengths: str) -> None:
     seqlen_k = LENGTHS[lengths][1]

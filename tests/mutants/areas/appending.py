@@ -60,7 +60,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "kernels/tilelang/append/place.py",
-        (f"{EMULATED}::test_case[halves-pages]", f"{EMULATED}::test_wrong_values_are_recorded"),
+        (f"{EMULATED}::test_case[packed]", f"{EMULATED}::test_wrong_values_are_recorded"),
         {
             "append: the page of the next token": (
                 "T.truncdiv(position, arg.tokens)]",
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "kernels/tilelang/append/elements.py",
-        (f"{EMULATED}::test_case[halves-pages]",),
+        (f"{EMULATED}::test_case[packed]",),
         {
             "append: a pair's second element": (
                 "second[at_second] = T.cast(a * sine + b * cosine,",

@@ -73,7 +73,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/lists/analysis.py",
-        (f"{EMULATED}::test_a_table_by_batch_element_and_position",),
+        ("kernels/tilelang/lists/test_analysis.py::test_whose_a_wide_load_is",),
         {
             "lists: batch elements share a wide load": (
                 'has_symbol(expr, "b") or has_symbol(expr, "h")',

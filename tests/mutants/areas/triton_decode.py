@@ -21,7 +21,7 @@ PARTS = (
 )
 BITS = (
     f"{FIXED}::test_bits_are_those_of_one_program_for_all_parts",
-    f"{FIXED}::test_bits_do_not_depend_on_the_rest_of_a_call[window-dtype1]",
+    f"{FIXED}::test_bits_do_not_depend_on_the_rest_of_a_call",
     f"{FIXED}::test_the_variant_of_a_fixed_split_has_one_loop",
 )
 LINES = (

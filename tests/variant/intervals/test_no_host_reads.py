@@ -64,6 +64,7 @@ def test_rules(rule: str) -> None:
 LONG = ("anything", "bits", "choices")  # 5 to 10 s each
 
 
+@pytest.mark.slow_cases("quotients and remainders", "floats", "affine comparisons, joined", reason="5 s each")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in LONG)) for kind in KINDS])
 def test_random_expressions(kind: str) -> None:
     for seed in range(40):

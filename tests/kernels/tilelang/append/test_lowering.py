@@ -36,6 +36,7 @@ def _kernels() -> list[object]:
     return found
 
 
+@pytest.mark.slow_cases("sm_90a-halves", reason="lowers a kernel, 7 s")
 @pytest.mark.parametrize(("arch", "call"), _kernels())
 def test_kernel(arch: str, call: AppendCall, tmp_path: Path) -> None:
     source = device_source(append_kernel(replace(call, arch=arch)), arch)

@@ -343,6 +343,7 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
 # --- What is skipped ---
 
 
+@pytest.mark.slow(reason="lowers two kernels, 10 s")
 def test_fully_masked_tiles_are_skipped() -> None:
     """The producer's loop runs over the rows that the mask says; without a mask over all."""
 

@@ -52,6 +52,7 @@ def test_a_call_finds_what_the_child_compiled(tmp_path: Path) -> None:
     assert begun(job) == [child()]
 
 
+@pytest.mark.slow(reason="a process that imports PyTorch, 4 s")
 def test_a_call_waits_for_what_the_child_compiles(tmp_path: Path) -> None:
     (job,) = jobs(tmp_path, 1)
     background.start([job])
@@ -71,6 +72,7 @@ def test_a_call_compiles_what_the_child_has_not_begun(tmp_path: Path) -> None:
     assert begun(first) == [child()]
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 9 s")
 def test_the_child_leaves_out_what_a_call_compiles(tmp_path: Path) -> None:
     first, second, third = jobs(tmp_path, 1, FOREVER_S, 0)
     call = subprocess.Popen([sys.executable, "-c", program(f"SlowJob(1, {str(tmp_path)!r}, {FOREVER_S}).compile()")])
@@ -95,6 +97,7 @@ def test_an_error_is_raised_by_the_call_that_needs_the_kernel(tmp_path: Path) ->
     assert begun(bad) == [child(), os.getpid()]
 
 
+@pytest.mark.slow(reason="two processes that import PyTorch, 5 s")
 def test_a_child_that_was_killed_is_replaced(tmp_path: Path) -> None:
     first, second = jobs(tmp_path, FOREVER_S, 0)
     background.start([first])

@@ -77,6 +77,7 @@ WAYS = {
 SLOW_WAYS = ("an exception", "sys.exit", "os._exit", "SIGTERM")  # two processes each; the others find the same
 
 
+@pytest.mark.slow_cases("the end of the program", reason="two processes that import PyTorch, 9 s")
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in WAYS]
 )
@@ -91,6 +92,7 @@ def test_the_end_neither_waits_for_the_child_nor_leaves_it_behind(way: str, tmp_
     until(lambda: not is_running(worker), "the child ended")
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 8 s")
 def test_a_process_that_the_parent_forked_does_not_keep_the_child(tmp_path: Path) -> None:
     """It holds the other end of the child's stdin open."""
     then = f"""
@@ -109,6 +111,7 @@ def test_a_process_that_the_parent_forked_does_not_keep_the_child(tmp_path: Path
         parent.communicate()
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 10 s")
 def test_a_forked_process_neither_uses_nor_ends_the_child(tmp_path: Path) -> None:
     then = f"""
     forked = os.fork()
@@ -127,6 +130,7 @@ def test_a_forked_process_neither_uses_nor_ends_the_child(tmp_path: Path) -> Non
     until(lambda: not is_running(worker), "the child ended")
 
 
+@pytest.mark.slow(reason="processes that import PyTorch, 8 s")
 def test_ctrl_c_does_not_reach_the_child(tmp_path: Path) -> None:
     # A shell that runs the tests in the background makes its children ignore Ctrl-C.
     then = """

@@ -50,6 +50,7 @@ def test_the_lock_names_the_tilelang_that_is_tested() -> None:
     assert lock.of(ARCH).tilelang == version("tilelang")
 
 
+@pytest.mark.slow(reason="lowers a kernel of each kind, 40 s")
 def test_a_kernel_of_each_kind_has_the_source_of_the_lock() -> None:
     check(of_each_kind())
 

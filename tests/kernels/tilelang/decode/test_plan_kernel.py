@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +23,12 @@ from tileattn.kernels.tilelang.decode.shares import OVERHEAD
 from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.program import program
 
-KERNELS: dict[bool, Kernel] = {}
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    for packed in (False, True):
-        folder: Path = tmp_path_factory.mktemp("plan")
-        KERNELS[packed] = Kernel(plan_kernel("sm_80", packed, program("SlidingWindow(i,i)")), folder)
+@functools.cache  # each is lowered where it is first asked for, in 5 s and more
+def kernel(packed: bool) -> Kernel:
+    return Kernel(plan_kernel("sm_80", packed, program("SlidingWindow(i,i)")))
 
 
 def planned(
@@ -50,7 +46,7 @@ def planned(
         ends = bounds or [0, *itertools.accumulate(q_lens)]
         tensors.append(torch.tensor(ends, dtype=torch.int32))
         q_len, total = longest or max(q_lens), total_q or ends[-1]
-    KERNELS[packed](
+    kernel(packed)(
         *tensors, plan, status, q_len, total, group, kv_heads, capacity, deal.block_M, deal.block_N, deal.workers,
         deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs,
         deal.few, deal.few_tiles, deal.coarse, *window,
@@ -75,10 +71,9 @@ def tiles_of(
 
 
 @st.composite
-def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
+def problems(draw: st.DrawFn, packed: bool):  # type: ignore[no-untyped-def]
     batch = draw(st.integers(1, 9))
     lengths = [draw(st.sampled_from([0, 1, 15, 16, 17, 63, 100, 511, 2000])) for _ in range(batch)]
-    packed = draw(st.booleans())
     q_lens = [draw(st.integers(0, 20)) for _ in range(batch)] if packed else draw(st.integers(1, 20))
     group, kv_heads = draw(st.sampled_from([1, 3, 8])), draw(st.integers(1, 3))
     block_M, block_N = draw(st.sampled_from([16, 64])), draw(st.sampled_from([16, 64]))
@@ -91,11 +86,14 @@ def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, (least, *few, coarse)
 
 
+@pytest.mark.slow(reason="lowers and compiles a kernel, 10 s each; test_plan_of_lines.py runs one")
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems())
-def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-def]
+@given(data=st.data())
+def test_every_tile_is_dealt_once(packed: bool, data: st.DataObject) -> None:
+    problem = data.draw(problems(packed))
     lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, limits = problem
-    batch, packed = len(lengths), not isinstance(q_lens, int)
+    batch = len(lengths)
     each = list(q_lens) if packed else [q_lens] * batch
     total_q = sum(each) + rest
     if total_q == 0:
@@ -169,6 +167,7 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         assert all(sum(part.worker == w and part.parts > 1 for part in parts) <= 2 for w in range(deal.workers))
 
 
+@pytest.mark.slow(reason="lowers and compiles a kernel, 10 s")
 @pytest.mark.parametrize(
     ("batch", "tiles", "kv_heads", "parts_of_worker", "tiles_of_part"),
     [

@@ -148,6 +148,7 @@ def check(call: AttentionCall, config: AmdConfig, folder: Path) -> None:
         assert usage.scratch == 0 or (usage.scalars_spilled > 0 and usage.spilled == 0), (usage, str(config))
 
 
+@pytest.mark.slow(reason="lowers a kernel, 10 s")
 def test_the_fastest_of_the_article_becomes_hip_source(tmp_path: Path) -> None:
     check(make_call(dim=128, dtype=torch.float16, arch=ARCH), AmdConfig(128, 32, threads=512), tmp_path)
 

@@ -49,6 +49,7 @@ def test_kernel(call: AttentionCall, tmp_path: Path) -> None:
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
 
 
+@pytest.mark.slow_cases("128", reason="lowers a kernel, 4 s")
 @pytest.mark.parametrize("dim", [16, 128])
 def test_transposition(dim: int, tmp_path: Path) -> None:
     call = make_call(dim=dim, dtype=FP8)

@@ -45,16 +45,16 @@ from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of
-# it in another way: of Hopper's a kind of tile each and what other tests here look at as well, of the generic schedule
-# one of sm_80 (sm_89 differs in sizes only) and with TMA one of sm_120a (sm_100a has the same function), of AMD's all
-# modifications once. `make test-all` has the others.
+# it in another way: of Hopper's what other tests here look at as well, of the generic schedule with TMA one of sm_120a
+# (sm_100a has the same function). test_emulated.py has the generic one of sm_80, test_amd.py AMD's. `make test-all` has
+# the others.
 QUICK = {
-    "sm_80": ("plain-16",),
+    "sm_80": (),
     "sm_89": (),
-    "sm_90a": ("plain", "causal-64"),
+    "sm_90a": ("plain-16", "causal-64"),
     "sm_100a": (),
     "sm_120a": ("plain-16",),
-    "gfx942": (),  # test_amd.py has its schedule
+    "gfx942": (),
 }
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
@@ -179,15 +179,17 @@ def _ranges(source: str) -> tuple[str, str]:
     return first, count
 
 
-def test_fully_masked_tiles_are_skipped() -> None:
-    full, causal, window = (_ranges(lower(CALLS[name])) for name in ("plain", "causal-64", "window-96"))
-    # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
-    assert not re.search(r"\brow\b|q_lo|blockIdx", "".join(full))
-    assert re.search(r"\bq_lo\b", causal[1])
-    assert re.search(r"\bq_lo\b", window[1])
+@pytest.mark.slow_cases("plain", "window-96", reason="10 s each, and more")
+@pytest.mark.parametrize("name", ["plain-16", "causal-64", "plain", "window-96"])
+def test_fully_masked_tiles_are_skipped(name: str) -> None:
+    first, count = _ranges(lower(CALLS[name]))
+    if name.startswith("plain"):
+        # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
+        assert not re.search(r"\brow\b|q_lo|blockIdx", first + count)
+        return
+    assert re.search(r"\bq_lo\b", count)
     # The window's left edge moves the first key that is loaded.
-    assert causal[0] == "0"
-    assert re.search(r"q_lo - i0\b", window[0])
+    assert re.search(r"q_lo - i0\b", first) if name == "window-96" else first == "0"
 
 
 def test_tiles_of_keys_begin_where_a_pattern_or_a_copy_can() -> None:
@@ -207,9 +209,11 @@ def test_tiles_of_keys_begin_where_a_pattern_or_a_copy_can() -> None:
     assert dropout[1] % 16 == 0
 
 
-def test_a_plain_kernel_masks_the_last_tile_only() -> None:
+@pytest.mark.slow_cases("plain", reason="10 s")
+@pytest.mark.parametrize("name", ["plain-16", "plain"])
+def test_a_plain_kernel_masks_the_last_tile_only(name: str) -> None:
     """It comes first, before the loop, and under a condition that is the same for all threads."""
-    _, _, consumers = lower(CALLS["plain"]).partition("warpgroup_reg_alloc<")
+    _, _, consumers = lower(CALLS[name]).partition("warpgroup_reg_alloc<")
     (condition,) = re.findall(r"if \((.*)\) \{\n(?=(?:.*\n){1,3}.* < \(?(?:seqlen_k|full_hi)\b)", consumers)
     assert re.fullmatch(r"0 < \(right\w* \+ left\w*\)", condition)
     before, after = consumers.split(condition)
@@ -228,24 +232,34 @@ def test_masked_tiles_have_a_loop_of_their_own() -> None:
     assert "seqlen_k" not in rest
 
 
-@pytest.mark.parametrize("name", ["causal-64", "plain-256", "bias-tiles"])
-def test_the_search_for_the_maximum_runs_under_the_products(name: str, tmp_path: Path) -> None:
+def _hopper_tiles() -> list[object]:
+    """Of some calls every tile; `make test` has one that is lowered above."""
+    parameters = []
+    for name in ("causal-64", "plain-256", "bias-tiles"):
+        tiles = [tile for tile in defaults.defaults(CALLS[name]) if isinstance(tile, HopperConfig)]
+        assert tiles
+        for number, tile in enumerate(tiles):
+            quick = name == "causal-64" and tile == defaults.default(CALLS[name])
+            marks = [] if quick else [pytest.mark.slow(reason="lowers a kernel, 10 s and more")]
+            parameters.append(pytest.param(name, tile, id=f"{name}-{number}", marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "tile"), _hopper_tiles())
+def test_the_search_for_the_maximum_runs_under_the_products(name: str, tile: HopperConfig, tmp_path: Path) -> None:
     """ptxas must not move the wait for P V up in front of it."""
     nvcc, disassembler = find_nvcc(), find_disassembler()
     if nvcc is None or disassembler is None:
         pytest.skip("needs nvcc and nvdisasm or cuobjdump")
     call = CALLS[name]
-    tiles = [tile for tile in defaults.defaults(call) if isinstance(tile, HopperConfig)]
-    assert tiles
-    for tile in tiles:
-        assemble(nvcc, lower(call, tile), call.arch, tmp_path)
-        sass = disassemble(disassembler, tmp_path / "kernel.cubin")
-        # Each iteration waits for Q K^T (all products but the last), takes the maximum, and waits for P V.
-        under = [part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
-        loops = 1 if program(call.variant).allows is None else 2
-        assert len(under) == loops
-        for part in under:
-            assert part.count("FMNMX") >= tile.block_M * tile.block_N // tile.consumer_threads()
+    assemble(nvcc, lower(call, tile), call.arch, tmp_path)
+    sass = disassemble(disassembler, tmp_path / "kernel.cubin")
+    # Each iteration waits for Q K^T (all products but the last), takes the maximum, and waits for P V.
+    under = [part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
+    loops = 1 if program(call.variant).allows is None else 2
+    assert len(under) == loops
+    for part in under:
+        assert part.count("FMNMX") >= tile.block_M * tile.block_N // tile.consumer_threads()
 
 
 # --- Biases ---
@@ -284,6 +298,7 @@ def test_tiles_of_a_bias_that_are_read_once_leave_the_cache_first(bias: torch.Te
     _check_hint(lower(make_call(None, Bias(bias), dim=64)), bias, shared)
 
 
+@pytest.mark.slow(reason="lowers a kernel, 15 s")
 def test_tiles_of_a_causal_bias_that_are_read_once_leave_the_cache_first() -> None:
     _check_hint(lower(CALLS["bias-tiles"]), TILES, shared=False)
 

@@ -44,6 +44,7 @@ def in_python(condition: str) -> str:
     return re.sub(r"\b(b|h|q|k|distance)_\d+\b", r"\1", condition)
 
 
+@pytest.mark.slow_cases("constant", reason="lowers a kernel, 15 s")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dilated", "constant"))) for name in MASKS]
 )
@@ -73,5 +74,9 @@ def test_a_register_and_a_constant() -> None:
         assert "threadIdx" not in condition
         assert "seqlen_q" not in condition
         assert "k_lo" not in condition
+
+
+@pytest.mark.slow(reason="lowers a kernel, 15 s")
+def test_ranges_are_masked_without_distances() -> None:
     call = make_call(MASKS["dilated"], dim=64)
     assert "distance" not in lower(call, defaults.default(call))

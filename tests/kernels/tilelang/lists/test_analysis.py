@@ -13,11 +13,14 @@ from torch import Tensor
 from tests.tools.random_masks import KINDS, Generator, RandomMask
 from tests.tools.registers import Interpreter
 from tests.tools.tile_counts import exact_kinds, random_tiles
-from tileattn.kernels.tilelang.lists.analysis import MOST_NUMBER, Analysis, analysed
+from tileattn import FunctionMask
+from tileattn.kernels.tilelang.lists.analysis import MOST_NUMBER, Analysis, analysed, analysis
 from tileattn.kernels.tilelang.lists.registers import Unknown
+from tileattn.math import load
 from tileattn.variant.expression import Expr, symbol
 from tileattn.variant.intervals.tiles import Kind, tile_kinds
 from tileattn.variant.intervals.values import Ends
+from tileattn.variant.key import encode
 from tileattn.variant.program import Program
 from tileattn.variant.reading import parse
 
@@ -64,11 +67,29 @@ def beside_every_pair(of: Analysis, case: RandomMask, tiles: int, seed: int) -> 
     return by_nodes, by_pytorch, exact
 
 
+@pytest.mark.slow_cases("bits", reason="5 s")
 @pytest.mark.parametrize("kind", KNOWN)
 @settings(deadline=None, derandomize=True, max_examples=80)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_expressions(kind: str, seed: int) -> None:
     compared(kind, seed)
+
+
+TABLE, ROW = torch.zeros(2, 1213, dtype=torch.int32), torch.zeros(1213, dtype=torch.int32)
+WIDE = {  # masks whose bounds are read before the kernel runs, and whether they depend on batch element or head
+    "by batch element": (lambda b, h, q, k: k < load(TABLE, b, q), True),
+    "by head": (lambda b, h, q, k: k < load(TABLE, h, q), True),
+    "by neither": (lambda b, h, q, k: (k < load(ROW, q)) & (k > b) & (k > h), False),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_whose_a_wide_load_is(name: str) -> None:
+    function, by_plane = WIDE[name]
+    found = analysis(encode(FunctionMask(function), ())[0])
+    assert found is not None
+    assert [wide.by_plane for wide in found.row_loads] == [by_plane]
+    assert found.column_loads == ()
 
 
 OF_NUMBERS = (

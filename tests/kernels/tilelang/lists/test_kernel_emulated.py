@@ -87,6 +87,7 @@ def test_the_same_bits_as_by_pytorch(name: str) -> None:
         assert_equal(*by_both_ways(ALL[name], sizes, cut))
 
 
+@pytest.mark.slow(reason="lowers and compiles a kernel, 20 s")
 def test_a_table_by_batch_element_and_position() -> None:
     """Bounded before, for each batch element; beside one by head alone and one number, which the kernel reads.
 
@@ -100,6 +101,7 @@ def test_a_table_by_batch_element_and_position() -> None:
         assert_equal(*by_both_ways(mask, sizes, cut))
 
 
+@pytest.mark.slow(reason="lowers and compiles two kernels, 4 s")
 def test_one_kernel_serves_all_numbers() -> None:
     """Windows, and divisors."""
     dilated = [Dilated(511, dilation=4), Dilated(100, dilation=7), Dilated(0, dilation=1), Dilated(900, dilation=128)]

@@ -24,6 +24,7 @@ def source_of(name: str) -> str:
     return device_source(lists_kernel(found, dtypes_of(variant)), "sm_90a")
 
 
+@pytest.mark.slow(reason="lowers a kernel, 6 s")
 def test_wide_loads_are_in_a_branch_of_their_own() -> None:
     source = source_of("loaded-ids")
     before, behind = source.split("for (int turn", 1)

@@ -158,6 +158,7 @@ STAGED = {
 QUICK_STAGED = ("sm_90a-plain-16-main",)
 
 
+@pytest.mark.slow(reason="lowers a kernel, 10 s")
 @pytest.mark.parametrize("name", _named(map("-".join, sorted(STAGED)), QUICK_STAGED))
 def test_shared_memory_is_counted_and_enough(name: str) -> None:
     arch, *_, which = name.split("-")

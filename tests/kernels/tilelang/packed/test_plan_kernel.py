@@ -180,6 +180,7 @@ def test_lists_of_one_launch() -> None:
             assert torch.equal(work[1 : 1 + len(expected)], expected)
 
 
+@pytest.mark.slow(reason="lowers two kernels, 6 s")
 def test_next_kernel_starts_early() -> None:
     """The instruction exists from sm_90 on."""
     early = "cudaTriggerProgrammaticLaunchCompletion"

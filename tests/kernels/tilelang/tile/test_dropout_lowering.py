@@ -61,8 +61,6 @@ CALLS = {
     "fp8": make_call(dtype=FP8, dropout=True),
     "fp8-causal-64": make_call(Causal(), dim=64, dtype=FP8, dropout=True),
 }
-# (call, architecture, kernel); the others take long.
-QUICK = {("plain-64", "sm_90a", "main")}
 
 
 def source_of(call: AttentionCall, which: str) -> str:
@@ -78,11 +76,11 @@ def _kernels() -> list[object]:
         if call.dtype == FP8 and arch != "sm_90a":
             continue
         for which in ("forward",) if call.dtype == FP8 else ("forward", "main", "queries"):
-            marks = [] if (name, arch, which) in QUICK else [pytest.mark.slow]
-            parameters.append(pytest.param(on(arch, call), which, id=f"{arch}-{name}-{which}", marks=marks))
+            parameters.append(pytest.param(on(arch, call), which, id=f"{arch}-{name}-{which}"))
     return parameters
 
 
+@pytest.mark.slow(reason="lowers a kernel, 10 s and more each; test_dropout_emulated.py runs one")
 @pytest.mark.parametrize(("call", "which"), _kernels())
 def test_kernel(call: AttentionCall, which: str, tmp_path: Path) -> None:
     """The seed is in memory, numbers are parameters; no wgmma is serialised, and no score is spilled."""
@@ -102,6 +100,7 @@ def test_kernel(call: AttentionCall, which: str, tmp_path: Path) -> None:
         (_check_assembly if which == "forward" else of_backward._check_assembly)(report)
 
 
+@pytest.mark.slow(reason="lowers, assembles and disassembles a kernel, 15 s")
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_four_elements_share_their_words(arch: str, tmp_path: Path) -> None:
     """One product a round for each group, in one instruction; some more for the head's words, few for addresses."""

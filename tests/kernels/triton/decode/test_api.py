@@ -37,6 +37,7 @@ def decode(problem: Problem, page: int = 0, packed: bool = False, tail: int = 0,
     return (o[None], lse[None]) if packed else (o, lse)
 
 
+@pytest.mark.slow_except("0-None", "16-FixedSplit(keys=128)", reason="0.5 s each in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, 3, FixedSplit(128)], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_batch(page: int, splits: Any) -> None:
@@ -45,6 +46,7 @@ def test_a_batch(page: int, splits: Any) -> None:
     assert_forward_accurate("batch", got, *problem.expected())
 
 
+@pytest.mark.slow_except("None", reason="0.5 s in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, FixedSplit(128)], ids=str)
 def test_packed(splits: Any) -> None:
     sink = torch.linspace(-1, 1, 6, device=DEVICE)
@@ -75,6 +77,7 @@ def test_a_tree() -> None:
     assert_forward_accurate("tree", got, *problem.expected())
 
 
+@pytest.mark.slow_except("True", reason="0.3 s in Triton's interpreter")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bias_has_the_rows_of_the_call(packed: bool) -> None:
     """Row i of a bias is the call's row i, wherever that stands."""

@@ -17,7 +17,6 @@ QUICK: dict[str, dict[str, dict[str, Any]]] = {
     "sm_90a": {
         "pages of 16": {"head_dim": 128, "page": 16},
         "chunks": {"head_dim": 128, "page": 64, "packed": True, "q_len": 40},
-        "fixed": {"head_dim": 128, "page": 16, "fixed": 1024},
     },
     "sm_80": {"pages of 64": {"head_dim": 64, "page": 64}},
     "gfx942": {"contiguous": {"head_dim": 64}},
@@ -42,9 +41,19 @@ def test_few_rows_take_small_products() -> None:
     assert report["cp_async"] > 0, report
 
 
-@pytest.mark.parametrize("name", ["chunks", "fixed"])
-def test_many_rows_take_warpgroups(name: str) -> None:
-    report = quick("sm_90a")[name]
+def test_many_rows_take_warpgroups() -> None:
+    _takes_warpgroups(quick("sm_90a")["chunks"])
+
+
+@pytest.mark.slow(reason="6 s")
+def test_fixed_parts_take_warpgroups() -> None:
+    report, _ = compiled("sm_90a", [{"decode": True, "head_dim": 128, "page": 16, "fixed": 1024}])
+    assert report["shared"] <= SHARED_BYTES["sm_90a"], report
+    assert report["spills"] <= SPILLED_BYTES, report
+    _takes_warpgroups(report)
+
+
+def _takes_warpgroups(report: dict[str, Any]) -> None:
     assert report["wgmma"] > 0, report
     assert report["mma"] == 0, report
     assert report["cp_async"] > 0, report
@@ -61,6 +70,7 @@ def test_ampere() -> None:
     assert report["cp_async"] > 0, report
 
 
+@pytest.mark.slow(reason="3 s; test_compile.py compiles a kernel for AMD")
 def test_amd_has_matrix_instructions() -> None:
     report = quick("gfx942")["contiguous"]
     assert report["mma"] > 0, report

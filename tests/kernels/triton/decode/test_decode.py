@@ -37,23 +37,32 @@ def no_errors(monkeypatch: pytest.MonkeyPatch) -> Any:
     cache_status.check_caches()
 
 
+@pytest.mark.slow_except(
+    "1-3",
+    "16-FixedSplit(keys=128)",
+    "64-3",
+    reason="each length and page size is in one of the others; 0.5 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
 def test_lengths(page: int, splits: Splits) -> None:
     Problem([1] * 6, LENGTHS, heads=3, kv_heads=1, mask=Causal()).check("lengths", page, splits)
 
 
+@pytest.mark.slow_except("0-dtype0", "16-dtype1", reason="0.5 s each in Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("page", [0, 16])
 def test_dtypes(page: int, dtype: torch.dtype) -> None:
     Problem([2] * 3, (130, 1, 63), mask=Causal(), dtype=dtype).check("dtypes", page, 2)
 
 
+@pytest.mark.slow(reason="1 s in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, FixedSplit(512)], ids=str)
 def test_a_long_sequence_beside_a_short_one(splits: Splits) -> None:
     Problem([1, 1], (1025, 17), heads=4, mask=Causal()).check("long", 64, splits)
 
 
+@pytest.mark.slow_except("3-None", "0-FixedSplit(keys=128)", reason="0.5 s each in Triton's interpreter")
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 3])
 def test_queries_without_keys(page: int, splits: Splits) -> None:
@@ -83,6 +92,7 @@ def test_without_a_mask(q_len: int) -> None:
 PACKED = {"q_lens": (1, 9, 0, 1, 40, 3), "k_lens": (130, 9, 5, 0, 111, 65)}
 
 
+@pytest.mark.slow_except("0-16-None", "5-0-1", reason="0.5 to 1 s each in Triton's interpreter")
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("tail", [0, 5])
@@ -93,6 +103,7 @@ def test_packed_prefill_beside_decoding(page: int, splits: Splits, tail: int) ->
     problem.check("packed", page, splits, packed=True, tail=tail)
 
 
+@pytest.mark.slow_except("3", reason="2 s in Triton's interpreter")
 @pytest.mark.parametrize("splits", [3, FixedSplit(128)], ids=str)
 def test_packed_in_small_tiles(splits: Splits) -> None:
     """Each sequence has several tiles, and the tail more than one."""
@@ -101,12 +112,14 @@ def test_packed_in_small_tiles(splits: Splits) -> None:
         problem.check("small tiles", 3, splits, packed=True, tail=19)
 
 
+@pytest.mark.slow(reason="300 sequences in Triton's interpreter, 5 s")
 def test_more_packed_sequences_than_are_looked_at_at_a_time() -> None:
     lengths = [number % 20 // 19 * (1 + number % 3) for number in range(300)]
     problem = Problem(lengths, [3 + number % 5 for number in range(300)], heads=2, kv_heads=1, mask=Causal())
     problem.check("many", 16, 1, packed=True, tail=2)
 
 
+@pytest.mark.slow_except("1-128-1", "1-3-3", "3-10-2", reason="0.5 to 1 s each in Triton's interpreter")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(128, 1), (71, 1), (10, 2), (3, 3)])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_groups(heads: int, kv_heads: int, q_len: int) -> None:
@@ -114,6 +127,7 @@ def test_groups(heads: int, kv_heads: int, q_len: int) -> None:
     Problem([q_len] * 2, (70, 5), heads, kv_heads, mask=Causal()).check("groups", 16, 2)
 
 
+@pytest.mark.slow_except("(7, 16)", "(256, 64)", "(96, 80)", reason="0.4 s each in Triton's interpreter")
 @pytest.mark.parametrize("dims", [(1, 1), (7, 16), (256, 64), (64, 256), (128, 128), (96, 80)], ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
     problem = Problem([1] * 2, (130, 5), 4, 2, *dims, mask=Causal(), scale=dims[0] ** -0.5)
@@ -186,6 +200,21 @@ VARIANTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow_except(
+    "softcap-3",
+    "alibi-1",
+    "bias-FixedSplit(keys=128)",
+    "user-1",
+    "of heads-FixedSplit(keys=128)",
+    "ranges of heads-1",
+    "window-1",
+    "two windows-3",
+    "prefix-FixedSplit(keys=128)",
+    "documents-1",
+    "padding-FixedSplit(keys=128)",
+    "tree-1",
+    reason="each variant is in one of the others; 0.5 s each in Triton's interpreter",
+)
 @pytest.mark.parametrize("splits", [1, 3, FixedSplit(128)], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, splits: Splits) -> None:
@@ -193,6 +222,7 @@ def test_variants(name: str, splits: Splits) -> None:
     Problem([4] * 3, K_LENS, mask=mask, mods=mods).check(name, 16, splits)
 
 
+@pytest.mark.slow_except("tree", "ranges of heads", reason="0.8 s each in Triton's interpreter")
 @pytest.mark.parametrize("name", ["bias", "user", "tree", "ranges of heads"])
 def test_variants_in_small_tiles(name: str) -> None:
     """Tiles of 16 rows: four queries of three heads are one; and tiles of keys that all rows see."""
@@ -201,6 +231,7 @@ def test_variants_in_small_tiles(name: str) -> None:
         Problem([4] * 3, K_LENS, mask=mask, mods=mods).check(name, 64, 2)
 
 
+@pytest.mark.slow_except("1-None", "16-3", reason="0.7 s each in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, 3, FixedSplit(128)], ids=str)
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
 def test_pages_before_a_window_are_not_read(page: int, splits: Splits) -> None:
@@ -210,6 +241,7 @@ def test_pages_before_a_window_are_not_read(page: int, splits: Splits) -> None:
     problem.check("window", page, splits, seen_from=[max(keys - 2 - left, 0) for keys in lengths])
 
 
+@pytest.mark.slow_except("16-5", reason="1 s each in Triton's interpreter")
 @pytest.mark.parametrize("splits", [None, 1, 5, FixedSplit(128)], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_sink(page: int, splits: Splits) -> None:
@@ -235,6 +267,7 @@ def test_without_lse() -> None:
 # --- NaN and infinities ---
 
 
+@pytest.mark.slow_except("1", "FixedSplit(keys=128)", reason="0.8 s in Triton's interpreter")
 @pytest.mark.parametrize("splits", [1, 3, FixedSplit(128)], ids=str)
 def test_nan_and_infinities(splits: Splits) -> None:
     """In a key that all rows see: NaN gives NaN, +inf an infinite lse, -inf a weight of 0, as the formula does."""

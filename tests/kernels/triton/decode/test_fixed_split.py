@@ -7,6 +7,7 @@ caches of several capacities, and with one program for all parts or one for each
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -93,17 +94,22 @@ SITUATIONS: dict[str, Situation] = {
 }
 
 
+@functools.cache
+def alone(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return dense()(name, dtype)
+
+
+@pytest.mark.slow_except(
+    "*-batched", "*-16 queries", "*-beside a prefill of 10", reason="0.8 s each in Triton's interpreter"
+)
+@pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_bits_do_not_depend_on_the_rest_of_a_call(name: str, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_the_rest_of_a_call(name: str, dtype: torch.dtype, situation: str) -> None:
     if DEVICE == "cpu" and (name, dtype) not in COVERED:
         pytest.skip("takes the interpreter too long")
-    alone = dense()(name, dtype)
-    for situation, run in SITUATIONS.items():
-        for which, got, expected in zip(("o", "lse"), run(name, dtype), alone, strict=True):
-            assert torch.equal(got, expected), (
-                f"{which}, {situation}: {(got != expected).sum()} of {got.numel()} differ"
-            )
+    for which, got, expected in zip(("o", "lse"), SITUATIONS[situation](name, dtype), alone(name, dtype), strict=True):
+        assert torch.equal(got, expected), f"{which}, {situation}: {(got != expected).sum()} of {got.numel()} differ"
 
 
 COVERED = {("window", torch.bfloat16)}
@@ -138,6 +144,7 @@ def test_which_way_fixed_parts_are_computed() -> None:
 # --- Parts ---
 
 
+@pytest.mark.slow_cases("FixedSplit(keys=128)-1", "FixedSplit(keys=128)-30", reason="1 s each in Triton's interpreter")
 @pytest.mark.parametrize(
     ("splits", "q_len"),
     # 20 parts take the interpreter 4 s, and are empty as some of 7 are.
@@ -165,6 +172,7 @@ def test_what_nobody_has_written_is_not_read(splits: Splits, q_len: int, monkeyp
     assert all(made_of)
 
 
+@pytest.mark.slow(reason="1.2 s in Triton's interpreter")
 def test_more_parts_than_tiles_change_nothing_that_is_exact() -> None:
     """Values of one key are what they are, however many empty parts are merged."""
     problem = Problem([1], [1], mask=Causal())

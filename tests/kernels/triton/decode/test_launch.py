@@ -170,6 +170,7 @@ def run(problem: Problem, inputs: DecodeInputs, page: int, number: Splits = 2) -
     return o
 
 
+@pytest.mark.slow_except("-5-0-3", "2147483647-206-3", reason="0.6 s each in Triton's interpreter")
 @pytest.mark.parametrize(
     ("length", "keys", "page"), [(10**6, 206, 0), (-5, 0, 3), (-(2**31), 0, 0), (2**31 - 1, 206, 3)]
 )
@@ -192,6 +193,7 @@ def test_lengths_beyond_the_cache_are_clamped_and_reported(length: int, keys: in
         tileattn.check_caches()
 
 
+@pytest.mark.slow_except("-1-1", "2147483647-64", reason="0.4 s each in Triton's interpreter")
 @pytest.mark.parametrize(
     ("entry", "page"), [(-1, 1), (10**6, 16), (2**31 - 1, 64), (-(2**31), 1), (-1, 64), (10**6, 1)]
 )

@@ -79,6 +79,7 @@ CALLS = {
 QUICK = ("causal-64", "bias-tiles-128")
 
 
+@pytest.mark.slow_cases("bias-tiles-128", reason="lowers a kernel, 7 s")
 @pytest.mark.parametrize(
     "call",
     [pytest.param(call, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, call in CALLS.items()],

@@ -79,6 +79,7 @@ def _kernels() -> list[object]:
     ]
 
 
+@pytest.mark.slow_cases("plain-128-queries", reason="lowers a kernel, 7 s")
 @pytest.mark.parametrize(("call", "which"), _kernels())
 def test_kernel(call: BackwardCall, which: str, tmp_path: Path) -> None:
     """One test for all that is asked of a kernel, since lowering it takes seconds."""

@@ -194,6 +194,7 @@ def test_which_calls_hide_by_words() -> None:
     assert not HopperBackwardConfig(64, mask_words=True).is_valid(no_mask)
 
 
+@pytest.mark.slow_cases("window", reason="lowers a kernel, 4 s")
 @pytest.mark.parametrize("name", ["window", pytest.param("documents", marks=pytest.mark.slow)])  # 3 s each
 def test_code(name: str) -> None:
     """Windows compare no score. A warp's 16 keys are found by the warp itself, between two barriers of its own."""

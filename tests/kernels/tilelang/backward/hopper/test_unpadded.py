@@ -52,6 +52,7 @@ def test_used_columns(dims: tuple[int, int], used: dict[int, int]) -> None:
     assert HopperBackwardConfig(64).used_columns(call) == {}
 
 
+@pytest.mark.slow_cases("80-96", reason="lowers and assembles a kernel, 6 s")
 @pytest.mark.parametrize(("dim", "width"), [(80, 96), pytest.param(112, 128, marks=pytest.mark.slow)])
 def test_products_have_the_columns_of_the_head_dim(dim: int, width: int) -> None:
     padded, unpadded = products(dim, HopperBackwardConfig(64)), products(dim, TILE)
