@@ -10,8 +10,7 @@ medians of all runs, and the least. The processor time has that of the compilers
 than the time on the clock. Importing TileLang is timed by itself, with the garbage collector as it is while a kernel is
 compiled.
 
-Where the package has sources that were generated ahead (`tileattn bundle --sources`), a forward pass compiled of its
-source is in turns with one for which TileLang generates it.
+Where the package has the kernel's source, runs that use it are in turns with runs in which TileLang generates it.
 
 With --direction fwdbwd the parts are the two passes, and runs in which nothing is compiled in the background are in
 turns with the others. The processor time lacks that of the background process, which ends later.
@@ -35,11 +34,16 @@ import torch
 import typer
 
 from tileattn.bench import results
+from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang.build import ahead
+from tileattn.kernels.tilelang.build.batch import CORES
+from tileattn.kernels.tilelang.build.library import generators, version
+from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.kernels.tilelang.forward.library import Job
 
 ROOT = Path(__file__).resolve().parent.parent
-OFF = "TILEATTN_BACKGROUND"
+OFF, GENERATED = "TILEATTN_BACKGROUND", "TILEATTN_SOURCES"
 Seconds = dict[str, float]
 
 
@@ -79,6 +83,29 @@ def summary(runs: list[Seconds]) -> dict[str, dict[str, float]]:
     }
 
 
+def _kinds(arch: str, direction: str) -> dict[str, tuple[Path, dict[str, str], str]]:
+    """What is measured in turns, by its name: a checkout, variables of the environment, and `measured`'s way.
+
+    Where the package has no source of the kernel that fits, TileLang generates it in each run.
+    """
+    backgrounds = [{}, {OFF: "0"}] if direction == "fwdbwd" else [{}]
+    kinds = {}
+    for variables in backgrounds:
+        ending = "".join(f", {name}={value}" for name, value in variables.items())
+        kinds[f"this{ending}"] = ROOT, {**variables, GENERATED: "0"}, ""
+        if _has_source(arch):
+            kinds[f"this, source in the package{ending}"] = ROOT, variables, "ahead"
+    return kinds
+
+
+def _has_source(arch: str) -> bool:
+    call = AttentionCall(
+        torch.bfloat16, 128, 128, "Causal()", return_lse=False, arch=arch or device_arch(torch.device("cuda"))
+    )
+    facts, module = Job(call, default(call)).name
+    return ahead.find(facts, generators(module), call.arch, version("tilelang")) is not None
+
+
 def main(
     runs: int,
     arch: str,
@@ -88,13 +115,9 @@ def main(
     commit: str | None,
 ) -> None:
     """Runs in turns, prints a table and writes the file."""
-    kinds: dict[str, tuple[Path, dict[str, str], str]] = {"this": (ROOT, {}, "")}
-    if direction == "fwdbwd":
-        kinds[f"this, {OFF}=0"] = ROOT, {OFF: "0"}, ""
-    elif any(ahead.FOLDER.glob("*")):
-        kinds["this, source in the package"] = ROOT, {}, "ahead"
+    kinds = _kinds(arch, direction)
     if beside is not None:
-        kinds["beside"] = beside.resolve(), {}, ""
+        kinds["beside"] = beside.resolve(), {GENERATED: "0"}, ""
     measured_runs: dict[str, list[Seconds]] = {name: [] for name in kinds}
     for _ in range(runs):
         for name, (checkout, variables, way) in kinds.items():
@@ -103,7 +126,7 @@ def main(
             measured_runs[name].append(run)
     rows = {name: summary(found) for name, found in measured_runs.items()}
     for name, parts in rows.items():
-        print(f"{name}: {kinds[name][0]}, {runs} runs, {os.cpu_count()} cores")
+        print(f"{name}: {kinds[name][0]}, {runs} runs, {CORES} cores")
         for part, of in parts.items():
             print(f"  {part:42s} median {of['median']:6.2f} s   least {of['least']:6.2f} s")
     if json_file is not None:
@@ -112,7 +135,7 @@ def main(
         )
         content = {
             **results.origin(origin),
-            "cores": os.cpu_count(),
+            "cores": CORES,
             "arch": arch or None,
             "direction": direction,
             "runs": measured_runs,

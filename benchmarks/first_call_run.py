@@ -11,9 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 HEAD_DIM, SEQLEN = 128, 4096
@@ -136,16 +135,12 @@ def _time_compilers(clock: _Clock) -> None:
 
 
 def _time_all(clock: _Clock) -> None:
-    """Ends a part behind each step from the import of TileLang on. Sources in the package are not looked for."""
+    """Ends a part behind each step from the import of TileLang on."""
     with _as_while_compiling():
         from tileattn.kernels.tilelang.build import compile as building
         from tileattn.kernels.tilelang.build import nvcc
 
         importlib.import_module("tileattn.kernels.tilelang.forward.kernel")
-    with suppress(ImportError):  # a version without
-        from tileattn.kernels.tilelang.build import ahead
-
-        ahead.FOLDER = Path("absent")
     clock.lap("import TileLang and the kernel's module")
     clock.around(building, "_lower", "trace the kernel", "TileLang's passes")
     clock.around(nvcc, "cubin", "generate source", "nvcc")

@@ -72,6 +72,7 @@ REFUSED = {
     "sm_90a)",
     "bundle --arch sm_80 --preset damaged.jsonl": "damaged.jsonl, line 1, is no record of a kernel",
     "bundle --arch gfx942 --sources gfx942.json.xz": "sources are kept for NVIDIA's architectures, not for gfx942",
+    "bundle --arch sm_80 --sources a.json.xz --lock a.txt": "it cannot be given with --lock: a run writes one of them",
     "record --output gone/kernels.jsonl -- true": "there is no folder",
     "record -- ./no-such-program": "./no-such-program cannot be run",
 }

@@ -54,6 +54,8 @@ def bundle(
     for module, what in NEEDED.items():
         if importlib.util.find_spec(module) is None:
             raise refuse("bundle", f"{what}, is not installed ({pip_install('bundle')})")
+    if sources is not None and lock is not None:
+        raise refuse("--sources", "it cannot be given with --lock: a run writes one of them")
     if sources is not None:
         return _write_sources(jobs, arch, processes or CORES, sources)
     try:

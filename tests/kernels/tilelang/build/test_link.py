@@ -17,6 +17,7 @@ from tilelang.engine.lower import device_codegen, host_codegen, lower_to_host_de
 from tvm import runtime
 
 from tests.kernels.tilelang.build.test_nvcc import KERNEL, needs_nvcc
+from tests.tools.lowering import find_nvcc
 from tileattn.kernels.tilelang.build import compile as compile_module
 from tileattn.kernels.tilelang.build import link, nvcc, toolkit
 from tileattn.kernels.tilelang.build.compile import build_library, sources
@@ -49,6 +50,13 @@ def exported(cubin: bytes, path: Path) -> None:
             runtime.Executable(library).export_library(str(path), options=["-x", "c"])
     finally:
         tvm_ffi.register_global_func(callback, real, override=True)
+
+
+@pytest.fixture(autouse=True)
+def some_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, `nvcc.cubin` is replaced in the tests that run."""
+    if find_nvcc() is None:
+        monkeypatch.setattr(toolkit, "nvcc", lambda: "nvcc")
 
 
 def image_of(library: Path) -> bytes:
@@ -109,9 +117,39 @@ def test_what_a_compiler_refuses_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == []
 
 
+def test_a_compiler_that_cannot_be_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "ccache g++")
+    monkeypatch.setattr(toolkit, "nvcc", lambda: "nvcc")
+    said = r"the host's compiler 'ccache g\+\+' cannot be run \(.*\); CXX and CC name one program, without options"
+    with pytest.raises(RuntimeError, match=said):
+        link.build_library(Sources("", ""), ARCH, tmp_path / "library.so")
+
+
+def test_a_missing_nvcc_is_named_before_the_hosts_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkit, "cuda_home", lambda: None)
+    monkeypatch.setattr(toolkit, "host_compiler", pytest.fail)
+    with pytest.raises(RuntimeError, match="there is no nvcc"):
+        link.build_library(Sources("", ""), ARCH, tmp_path / "library.so")
+
+
+def test_a_failing_nvcc_ends_the_hosts_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 300\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(toolkit, "host_compiler", lambda: str(compiler))
+    monkeypatch.setattr(toolkit, "nvcc", lambda: "nvcc")
+
+    def cubin(code: str, arch: str) -> bytes:
+        raise RuntimeError("nvcc ended")
+
+    monkeypatch.setattr(nvcc, "cubin", cubin)
+    with pytest.raises(RuntimeError, match="nvcc ended"):
+        link.build_library(Sources("", ""), ARCH, tmp_path / "library.so")
+
+
 @pytest.mark.parametrize("image", [b"", b"ptx", b"\x08" + bytes(7) + b"\x04" + bytes(7) + b"cudaptx"])
 def test_another_image_is_refused(image: bytes) -> None:
-    with pytest.raises(ValueError, match=r"not laid out as TileLang 0\.1\.15 does"):
+    with pytest.raises(ValueError, match=r"otherwise than TileLang 0\.1\.15, .*: pip install tilelang=="):
         image_with(image, CUBIN)
 
 

@@ -9,7 +9,6 @@ import pytest
 from tileattn.bench import presets
 from tileattn.kernels.bundles import lock
 from tileattn.kernels.bundles.manifest import identity
-from tileattn.kernels.cache.sources import digest
 from tileattn.kernels.tilelang.build import ahead
 from tileattn.kernels.tilelang.build.library import generators, version
 
@@ -18,11 +17,11 @@ ARCH = "sm_90a"
 
 @functools.cache
 def kernels() -> dict[str, ahead.Generated]:
-    return ahead.read(ahead.path_of(ARCH))[1]
+    return ahead.read(ahead.path_of(ARCH)).kernels
 
 
 def test_they_are_of_the_tilelang_that_is_tested() -> None:
-    assert ahead.read(ahead.path_of(ARCH))[0] == version("tilelang")
+    assert ahead.read(ahead.path_of(ARCH)).tilelang == version("tilelang")
 
 
 def test_each_kernel_of_the_preset_is_there_and_no_other() -> None:
@@ -39,7 +38,7 @@ def test_they_are_of_todays_files() -> None:
     stale = [
         str(job)
         for job in presets.named("first", ARCH)
-        if kernels()[identity(job.name.facts)].generators != digest(*generators(job.name.module))
+        if kernels()[identity(job.name.facts)].generators != ahead.digest_of_generators(*generators(job.name.module))
     ]
     command = f"tileattn bundle --arch {ARCH} --preset first --sources {ahead.path_of(ARCH)}"
     assert stale == [], f"TileLang generates these anew at a first call: write the file again, `{command}`"

@@ -68,6 +68,14 @@ def test_a_link_to_nvcc_leads_to_its_toolkit(has_headers: bool, nothing: pytest.
     assert toolkit.cuda_home() == tmp_path / ("usr" if has_headers else "toolkit")
 
 
+def test_path_may_have_relative_folders(nothing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make(tmp_path / "bin/nvcc")
+    nothing.chdir(tmp_path / "bin")
+    for found in ("nvcc", "./nvcc"):
+        nothing.setattr(shutil, "which", lambda name, found=found: found)
+        assert toolkit.nvcc() == str(tmp_path / "bin/nvcc")
+
+
 def test_nvidias_hpc_sdk_has_its_compilers_further_down(nothing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its first folder is what TileLang takes, too; the toolkit in it is laid out as usual."""
     nvcc = make(tmp_path / "hpc_sdk/25.7/compilers/bin/nvcc")
@@ -109,11 +117,13 @@ def test_headers_may_be_named(nothing: pytest.MonkeyPatch) -> None:
 AS_TILELANG = """
 import os
 from tileattn.kernels.tilelang.build import toolkit
-found = [*toolkit.headers_of_kernels(), toolkit.cuda_home(), toolkit.host_compiler()]
+found = [*toolkit.headers_of_kernels(), *toolkit.headers_of_hosts(), toolkit.cuda_home(), toolkit.host_compiler()]
 import tilelang
+from tvm.libinfo import find_include_path
 from tilelang.contrib.cc import get_cplus_compiler
 from tilelang.env import CUDA_HOME, CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-tilelangs = [TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR, CUDA_HOME or None, get_cplus_compiler()]
+headers = find_include_path()[:2]
+tilelangs = [TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR, *headers, CUDA_HOME or None, get_cplus_compiler()]
 assert [each and os.path.realpath(each) for each in found] == [each and os.path.realpath(each) for each in tilelangs]
 """
 

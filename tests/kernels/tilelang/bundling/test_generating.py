@@ -6,7 +6,7 @@ import pytest
 
 from tileattn.kernels.bundles import lock
 from tileattn.kernels.bundles.manifest import identity
-from tileattn.kernels.cache.sources import digest
+from tileattn.kernels.tilelang.build.ahead import digest_of_generators
 from tileattn.kernels.tilelang.build.library import generators
 from tileattn.kernels.tilelang.bundling.generating import generate_job
 from tileattn.kernels.tilelang.packed.library import PlanJob
@@ -20,7 +20,7 @@ def test_they_are_those_of_the_lock() -> None:
     assert done.error is None
     assert done.generated is not None
     assert done.generated.sources.digest == lock.of("sm_90a").digests[identity(PLAN.name.facts)]
-    assert done.generated.generators == digest(*generators(PLAN.name.module))
+    assert done.generated.generators == digest_of_generators(*generators(PLAN.name.module))
 
 
 def test_a_failure_is_told_in_text(monkeypatch: pytest.MonkeyPatch) -> None:

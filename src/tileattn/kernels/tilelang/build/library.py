@@ -89,7 +89,7 @@ def compile_into_cache(job: KernelJob, noted: str | None = None) -> Path:
 def _build(job: KernelJob, path: Path) -> str:
     """Compiles a kernel, from its source where the package has it. Returns the digest of the source."""
     facts, module = job.name
-    sources = ahead.find(facts, digest(*generators(module)), job.arch, version("tilelang"))
+    sources = ahead.find(facts, generators(module), job.arch, version("tilelang"))
     if sources is not None:
         link.build_library(sources, job.arch, path)
         return sources.digest

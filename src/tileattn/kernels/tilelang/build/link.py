@@ -37,19 +37,27 @@ def build_library(sources: Sources, arch: str, path: Path) -> None:
         (folder / "host.c").write_text(sources.host)
         (folder / "image.s").write_text(ASSEMBLY)
         headers = [f"-I{each}" for each in toolkit.headers_of_hosts()]
+        toolkit.nvcc()  # an error before anything starts: without it the rest is of no use
         compiler = [toolkit.host_compiler(), "-fPIC"]
         host = _start([*compiler, "-c", *HOST_OPTIONS, *headers, "host.c", "-o", "host.o"], folder)
         try:
             (folder / "image").write_bytes(image_with(sources.image, nvcc.cubin(sources.device, arch)))
-        finally:
-            said = host.communicate()[0]
-        _check(host, said)
+        except BaseException:
+            host.kill()
+            host.communicate()
+            raise
+        _check(host, host.communicate()[0])
         linker = _start([*compiler, "-shared", "host.o", "image.s", "-o", str(path.absolute())], folder)
         _check(linker, linker.communicate()[0])
 
 
 def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"the host's compiler {command[0]!r} cannot be run ({error}); CXX and CC name one program, without options"
+        ) from error
 
 
 def _check(process: subprocess.Popen[str], said: str) -> None:

@@ -46,7 +46,10 @@ def image_with(image: bytes, cubin: bytes) -> bytes:
     tree, found, module = image[8:].partition(kind)
     functions = module[8 + len(placeholder) : -len(placeholder)]
     if image != _text(tree + found + _text(placeholder + functions + placeholder)):
-        raise ValueError("the generated image is not laid out as TileLang 0.1.15 does")
+        raise ValueError(
+            "the installed TileLang lays out the image of a library otherwise than TileLang 0.1.15, for which this "
+            "version of tileattn was made: pip install tilelang==0.1.15"
+        )
     return _text(tree + kind + _text(_text(b"cubin") + functions + _text(cubin)))
 
 

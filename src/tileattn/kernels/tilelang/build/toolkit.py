@@ -20,9 +20,10 @@ def cuda_home() -> Path | None:
 
 
 def _of_path() -> Path | None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
+    found = shutil.which("nvcc")
+    if found is None:
         return None
+    nvcc = os.path.abspath(found)  # PATH may have relative folders
     # NVIDIA's HPC SDK has its compilers one folder further down.
     levels = 2 if "hpc_sdk" in nvcc.lower() and "cuda" not in nvcc.lower() else 1
     beside = Path(nvcc).parents[levels]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from ...cache.sources import digest
-from ..build.ahead import Generated
+from ..build.ahead import Generated, digest_of_generators
 from ..build.batch import AnyJob, Done
 from ..build.collection import collection_paused
 from ..build.job import KernelJob
@@ -28,6 +27,6 @@ def generate_job(job: AnyJob) -> DoneWithSources:
             from ..build.compile import sources
 
             found = sources(kernel.function(), kernel.arch)
-        return DoneWithSources(job, generated=Generated(found, digest(*generators(kernel.name.module))))
+        return DoneWithSources(job, generated=Generated(found, digest_of_generators(*generators(kernel.name.module))))
     except Exception as failure:
         return DoneWithSources(job, error=f"{type(failure).__name__}: {failure}")
