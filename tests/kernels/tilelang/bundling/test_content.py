@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,17 @@ def test_a_kernel_without_the_digest_of_its_source_is_not_taken() -> None:
     """As older versions of tileattn left it: it has to be compiled again."""
     assert content.cached(PLAN) is None
     kernel_cache().find_or_build(PLAN.key, building("plan", None))
+    assert content.cached(PLAN) is None
+
+
+def test_a_digest_that_is_no_text_is_none() -> None:
+    """As a damaged record may have it."""
+
+    def build(path: Path) -> Any:
+        path.write_text("plan")
+        return {"source": 5}
+
+    kernel_cache().find_or_build(PLAN.key, build)
     assert content.cached(PLAN) is None
 
 
