@@ -54,17 +54,14 @@ class Direction(str, Enum):
     FWDBWD = "fwdbwd"
 
 
-def measured(arch: str, direction: str, checkout: Path, variables: dict[str, str], way: str) -> Seconds:
-    """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process.
-
-    way: "ahead" where the kernel's source is in the package, else "".
-    """
+def measured(arch: str, direction: str, checkout: Path, variables: dict[str, str]) -> Seconds:
+    """The parts of one run of a checkout's code, with "total" and "processor", those of the whole process."""
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join([str(checkout / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         environment = dict(os.environ, TILEATTN_CACHE_DIR=cache, PYTHONPATH=path, **variables)
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         run = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch, direction, way],
+            [sys.executable, str(ROOT / "benchmarks" / "first_call_run.py"), arch, direction],
             env=environment, capture_output=True, text=True, check=False, cwd=checkout,
         )  # fmt: skip
         total, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -83,18 +80,18 @@ def summary(runs: list[Seconds]) -> dict[str, dict[str, float]]:
     }
 
 
-def _kinds(arch: str, direction: str) -> dict[str, tuple[Path, dict[str, str], str]]:
-    """What is measured in turns, by its name: a checkout, variables of the environment, and `measured`'s way.
+def _kinds(arch: str, direction: str) -> dict[str, tuple[Path, dict[str, str]]]:
+    """What is measured in turns, by its name: a checkout, and variables of the environment.
 
     Where the package has no source of the kernel that fits, TileLang generates it in each run.
     """
     backgrounds = [{}, {OFF: "0"}] if direction == "fwdbwd" else [{}]
-    kinds = {}
+    has_source, kinds = _has_source(arch), {}
     for variables in backgrounds:
         ending = "".join(f", {name}={value}" for name, value in variables.items())
-        kinds[f"this{ending}"] = ROOT, {**variables, GENERATED: "0"}, ""
-        if _has_source(arch):
-            kinds[f"this, source in the package{ending}"] = ROOT, variables, "ahead"
+        kinds[f"this{ending}"] = ROOT, {**variables, GENERATED: "0"}
+        if has_source:
+            kinds[f"this, source in the package{ending}"] = ROOT, variables
     return kinds
 
 
@@ -117,11 +114,11 @@ def main(
     """Runs in turns, prints a table and writes the file."""
     kinds = _kinds(arch, direction)
     if beside is not None:
-        kinds["beside"] = beside.resolve(), {GENERATED: "0"}, ""
+        kinds["beside"] = beside.resolve(), {GENERATED: "0"}
     measured_runs: dict[str, list[Seconds]] = {name: [] for name in kinds}
     for _ in range(runs):
-        for name, (checkout, variables, way) in kinds.items():
-            run = measured(arch, direction, checkout, variables, way)
+        for name, (checkout, variables) in kinds.items():
+            run = measured(arch, direction, checkout, variables)
             print(f"{name}: " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in run.items()), flush=True)
             measured_runs[name].append(run)
     rows = {name: summary(found) for name, found in measured_runs.items()}

@@ -157,7 +157,8 @@ def _as_while_compiling() -> Any:
 
 
 if __name__ == "__main__":
-    arch, direction, way = sys.argv[1:]
-    print(json.dumps(_both_passes(arch) if direction == "fwdbwd" else _one_run(arch, way == "ahead")))
+    arch, direction = sys.argv[1:]
+    ahead = os.environ.get("TILEATTN_SOURCES") != "0"
+    print(json.dumps(_both_passes(arch) if direction == "fwdbwd" else _one_run(arch, ahead)))
     sys.stdout.flush()
     os._exit(0)  # not the end of TileLang's process, which takes its time
